@@ -1,0 +1,1 @@
+"""Configuration: MaxText's keys, K3's own, and the released `config.json`."""

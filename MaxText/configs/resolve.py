@@ -1,0 +1,82 @@
+"""From MaxText's configuration to the frozen `ModelConfig`, with every `auto` resolved."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from MaxText.configs.model_config import ModelConfig
+from MaxText.layers import kda_prefill
+
+
+def model_config(config: Any, platform: str) -> ModelConfig:
+  """Builds the frozen `ModelConfig`.
+
+  Args:
+    config: MaxText's `HyperParameters` of a `K3Config`.
+    platform: the devices' platform, "cpu", "tpu" or "gpu": it decides what `auto` means.
+
+  Raises:
+    UserError: an implementation that can't serve this model.
+  """
+  head_dim = config.kda_head_dim
+  prefill = kda_prefill.resolve_implementation(config.kda_prefill_implementation, platform, head_dim)
+  kda_prefill.check_implementation(prefill, config.kda_gate_lower_bound)
+  decode = config.kda_decode_implementation
+  if decode == "auto":
+    # The kernel takes heads of 128; a model with others runs the reference step, and says so when it starts.
+    decode = "pallas" if platform == "tpu" and head_dim == 128 else "reference"
+  grouped_matmul = config.grouped_matmul_implementation
+  if grouped_matmul == "auto":
+    grouped_matmul = "loop" if platform == "cpu" else "ragged_dot"
+  mla = set(config.full_attn_layers)  # both lists of the release count from one
+  layers = tuple(
+    ("mla" if i + 1 in mla else "kda", "dense" if i < config.first_num_dense_layers else "moe")
+    for i in range(config.num_decoder_layers)
+  )
+  precision = config.matmul_precision
+  return ModelConfig(
+    vocab_size=config.vocab_size,
+    hidden_size=config.emb_dim,
+    rms_norm_eps=config.normalization_layer_epsilon,
+    layers=layers,
+    kda_num_heads=config.kda_num_heads,
+    kda_head_dim=config.kda_head_dim,
+    kda_conv_kernel_size=config.kda_short_conv_kernel_size,
+    kda_gate_lower_bound=config.kda_gate_lower_bound,
+    kda_full_rank_gate=config.kda_use_full_rank_gate,
+    kda_prefill_implementation=prefill,
+    kda_decode_implementation=decode,
+    mla_num_heads=config.num_query_heads,
+    q_lora_rank=config.q_lora_rank,
+    kv_lora_rank=config.kv_lora_rank,
+    qk_nope_head_dim=config.qk_nope_head_dim,
+    qk_rope_head_dim=config.qk_rope_head_dim,
+    v_head_dim=config.v_head_dim,
+    mla_output_gate=config.mla_use_output_gate,
+    mlp_size=config.mlp_dim,
+    hidden_act=config.hidden_act,
+    situ_beta=config.activation_situ_beta,
+    situ_linear_beta=config.activation_situ_linear_beta,
+    num_experts=config.num_experts,
+    num_experts_per_token=config.num_experts_per_tok,
+    num_shared_experts=config.shared_experts,
+    moe_intermediate_size=config.moe_mlp_dim,
+    latent_size=config.routed_expert_hidden_size,
+    latent_norm=config.latent_moe_use_norm,
+    renormalize=config.moe_renormalize,
+    routed_scaling_factor=config.routed_scaling_factor,
+    grouped_matmul_implementation=grouped_matmul,
+    attn_res_block_size=config.attn_res_block_size,
+    rolled=config.scan_layers,
+    dtype=jnp.dtype(config.dtype),
+    weight_dtype=jnp.dtype(config.weight_dtype),
+    matmul_precision=str(getattr(precision, "value", precision)),
+  )
+
+
+def describe_implementations(cfg: ModelConfig) -> str:
+  """One line for the start of a program: which implementation each kernel uses."""
+  return (
+    f"KDA prefill: {cfg.kda_prefill_implementation} (tokamax), KDA decode: {cfg.kda_decode_implementation}, "
+    f"experts: {cfg.grouped_matmul_implementation}, layers: {'rolled' if cfg.rolled else 'unrolled'}"
+  )

@@ -1,0 +1,216 @@
+"""A weight is declared once: shape, dtype, logical axes, initialiser and source tensors.
+
+Layers declare their weights with `Weight`; the model arranges them in a tree of `Stack`s (one array for all layers of a
+kind). Initialisation, abstract trees, shardings, byte counts and the checkpoint reader all derive from that tree.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from MaxText.errors import UserError
+
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+def fan_in(inputs: int) -> Initializer:
+  """Normal with standard deviation 1/√inputs: keeps activations at unit scale."""
+  return lambda key, shape: jax.random.normal(key, shape, jnp.float32) / math.sqrt(inputs)
+
+
+def constant(value: float) -> Initializer:
+  return lambda key, shape: jnp.full(shape, value, jnp.float32)
+
+
+def uniform(low: float, high: float, transform: Callable[[jax.Array], jax.Array] = lambda x: x) -> Initializer:
+  return lambda key, shape: transform(jax.random.uniform(key, shape, jnp.float32, low, high))
+
+
+@dataclass(frozen=True)
+class Source:
+  """One tensor of the released layout that feeds a weight.
+
+  Attributes:
+    name: its name below the instance's prefix, without `.weight` where the release has that suffix.
+    shape: its shape in the release (torch order, [out, in] for matrices).
+    also: other shapes that members of the family store it in.
+    packed: whether export writes it as MXFP4 (`weight_packed`, `weight_scale`). A reader goes by what the index holds.
+    suffix: ".weight" or "" (`A_log`, `dt_bias`, `e_score_correction_bias` have none).
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  also: tuple[tuple[int, ...], ...] = ()
+  packed: bool = False
+  suffix: str = ".weight"
+
+
+@dataclass(frozen=True)
+class Weight:
+  """One weight of one layer.
+
+  Attributes:
+    shape: in this project's layout.
+    axes: a MaxText logical axis name, or None, for each dimension.
+    sources: the released tensors it is made of.
+    init: initialiser for random weights, (key, shape) -> float32.
+    assemble: the released tensors as numpy arrays -> an array of `shape`. Default: one matrix, transposed to
+      [in, out] and folded to `shape`.
+    disassemble: the inverse, for export. Default: the inverse of the default `assemble`.
+    float32: True where the release stores, and the arithmetic wants, float32 whatever `weight_dtype` says.
+  """
+
+  shape: tuple[int, ...]
+  axes: tuple[str | None, ...]
+  sources: tuple[Source, ...]
+  init: Initializer
+  assemble: Callable[..., np.ndarray] | None = None
+  disassemble: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
+  float32: bool = False
+
+  def __post_init__(self):
+    if len(self.shape) != len(self.axes):
+      raise ValueError(f"{self.sources[0].name}: {len(self.axes)} logical axes for shape {self.shape}")
+
+  def from_release(self, *tensors: np.ndarray) -> np.ndarray:
+    if self.assemble is not None:
+      return self.assemble(*tensors).reshape(self.shape)
+    (tensor,) = tensors
+    return (tensor.T if tensor.ndim == 2 else tensor).reshape(self.shape)
+
+  def to_release(self, value: np.ndarray) -> tuple[np.ndarray, ...]:
+    if self.disassemble is not None:
+      return self.disassemble(value)
+    (source,) = self.sources
+    return (value.reshape(source.shape[::-1]).T if len(source.shape) == 2 else value.reshape(source.shape),)
+
+
+@dataclass(frozen=True)
+class Stack:
+  """A weight for several instances (layers, or layers × experts), stacked on a new first axis.
+
+  Attributes:
+    weight: the declaration, common to all instances.
+    prefixes: the released prefix of each instance, in order.
+    axis: logical name of the stacked axis; None with a single, unstacked instance (globals such as the embedding).
+  """
+
+  weight: Weight
+  prefixes: tuple[str, ...]
+  axis: str | None = "layers"
+
+  @property
+  def stacked(self) -> bool:
+    return self.axis is not None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (len(self.prefixes), *self.weight.shape) if self.stacked else self.weight.shape
+
+  @property
+  def logical_axes(self) -> tuple[str | None, ...]:
+    return (self.axis, *self.weight.axes) if self.stacked else self.weight.axes
+
+  def dtype(self, weight_dtype: Any) -> jnp.dtype:
+    return jnp.dtype(jnp.float32 if self.weight.float32 else weight_dtype)
+
+
+WeightTree = Mapping[str, Any]  # nested mappings whose leaves are Stacks
+
+
+def is_stack(node: Any) -> bool:
+  return isinstance(node, Stack)
+
+
+def map_weights(function: Callable[[Stack], Any], tree: WeightTree) -> dict[str, Any]:
+  """Applies `function` to every `Stack` of a weight tree."""
+  return jax.tree.map(function, tree, is_leaf=is_stack)
+
+
+def partition_spec(axes: tuple[str | None, ...], rules: Any, name: str) -> PartitionSpec:
+  """Logical axes -> mesh axes by MaxText's rules (of several for one name, the first whose mesh axes are still free).
+
+  Raises:
+    UserError: a logical axis without a rule, or two dimensions that the rules put on one mesh axis.
+  """
+  used: dict[str, str] = {}
+  spec = []
+  for axis in axes:
+    if axis is None:
+      spec.append(None)
+      continue
+    candidates = [(target,) if isinstance(target, str) else tuple(target) for logical, target in rules if logical == axis]
+    if not candidates:
+      raise UserError(f"logical axis {axis!r} of {name} has no entry in logical_axis_rules; add one, [] to replicate it")
+    chosen = next((c for c in candidates if not used.keys() & set(c)), None)
+    if chosen is None:
+      mesh_axis = next(a for a in candidates[0] if a in used)
+      raise UserError(
+        f"logical_axis_rules put both {used[mesh_axis]!r} and {axis!r} of {name} on mesh axis {mesh_axis!r}; "
+        "change one of the two rules"
+      )
+    used.update(dict.fromkeys(chosen, axis))
+    spec.append(chosen or None)
+  return PartitionSpec(*spec)
+
+
+def shardings(tree: WeightTree, mesh: Mesh, rules: Any) -> dict[str, Any]:
+  """A `NamedSharding` for each weight. Mesh axes of the rules that this mesh lacks count as size 1.
+
+  Raises:
+    UserError: a dimension that its mesh axes don't divide, or see `partition_spec`.
+  """
+
+  def one(stack: Stack) -> NamedSharding:
+    name = stack.weight.sources[0].name
+    # Axes of size 1 shard nothing; leaving them out lets two dimensions share a rule that only a larger mesh splits.
+    live = [
+      (logical, [a for a in ((target,) if isinstance(target, str) else target) if mesh.shape.get(a, 1) > 1])
+      for logical, target in rules
+    ]
+    spec = partition_spec(stack.logical_axes, live, name)
+    for size, mesh_axes, logical in zip(stack.shape, spec, stack.logical_axes, strict=True):
+      ways = math.prod(mesh.shape[a] for a in mesh_axes or ())
+      if size % ways:
+        raise UserError(f"{name}: {logical!r} of size {size} can't be split {ways} ways over {mesh_axes}")
+    return NamedSharding(mesh, spec)
+
+  return map_weights(one, tree)
+
+
+def abstract(tree: WeightTree, weight_dtype: Any, sharding_tree: Any = None) -> dict[str, Any]:
+  """`ShapeDtypeStruct`s, with shardings where given: for compiling without weights."""
+  if sharding_tree is None:
+    return map_weights(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype(weight_dtype)), tree)
+  return jax.tree.map(
+    lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype(weight_dtype), sharding=sharding),
+    tree,
+    sharding_tree,
+    is_leaf=is_stack,
+  )
+
+
+def initialize(tree: WeightTree, key: jax.Array, weight_dtype: Any) -> dict[str, Any]:
+  """Random weights, each by its declared initialiser, from one key."""
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_stack)
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(
+    structure, [s.weight.init(k, s.shape).astype(s.dtype(weight_dtype)) for s, k in zip(leaves, keys, strict=True)]
+  )
+
+
+def count(tree: WeightTree) -> int:
+  """Number of scalar weights."""
+  return sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=is_stack))
+
+
+def nbytes(tree: WeightTree, weight_dtype: Any) -> int:
+  """Bytes of all weights at their dtypes."""
+  leaves = jax.tree.leaves(tree, is_leaf=is_stack)
+  return sum(math.prod(s.shape) * s.dtype(weight_dtype).itemsize for s in leaves)
