@@ -1,0 +1,1 @@
+"""From prompt to text: cache, engine, sampling, tokenizer and chat."""

@@ -1,0 +1,1 @@
+"""K3's layers: each module declares its weights and gives pure functions over them."""

@@ -1,0 +1,213 @@
+"""Gated NoPE multi-head latent attention: absorbed in decode, expanded block by block in prefill.
+
+Formulas: K3's report. The cache holds one normed latent and one shared, neither normed nor rotated, tail a token.
+B rows or slots, T tokens, S positions of the cache, D hidden, H heads, L latent, R tail, N (in axes: "nope") the part
+of a query that meets the latent, V value dim.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from MaxText.configs.model_config import ModelConfig
+from MaxText.layers.linears import linear_weight, matmul, output_weight
+from MaxText.layers.normalizations import LATENT_NORM_EPS, norm_weight, rms_norm
+from MaxText.weights import Weight
+
+_KEY_BLOCK = 512  # positions of the cache that are attended to at a time
+
+
+class MlaCache(NamedTuple):
+  """Decode state of a stack of MLA layers.
+
+  Attributes:
+    latent: [N, B, S, L + R] activation dtype. Positions from a slot's length on hold anything and are never used.
+  """
+
+  latent: jax.Array
+
+
+def cache_shapes(cfg: ModelConfig, layers: int, slots: int, max_length: int) -> MlaCache:
+  """Shape and dtype of an `MlaCache`."""
+  return MlaCache(jax.ShapeDtypeStruct((layers, slots, max_length, cfg.mla_cache_width), cfg.dtype))
+
+
+def weights(cfg: ModelConfig) -> dict[str, Weight]:
+  """Declares an MLA layer's weights."""
+  d, h = cfg.hidden_size, cfg.mla_num_heads
+  query = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
+  declared = {
+    "kv_a": linear_weight(d, (cfg.mla_cache_width,), "kv_a_proj_with_mqa", ("embed", None)),
+    "kv_a_norm": norm_weight(cfg.kv_lora_rank, "kv_a_layernorm"),
+    # Per head: the rows that make keys, then those that make values.
+    "kv_b": linear_weight(
+      cfg.kv_lora_rank, (h, cfg.qk_nope_head_dim + cfg.v_head_dim), "kv_b_proj", (None, "heads", "kv")
+    ),
+    "o": output_weight((h, cfg.v_head_dim), d, "o_proj", ("heads", "kv", "embed")),
+  }
+  if cfg.q_lora_rank:
+    declared["q_a"] = linear_weight(d, (cfg.q_lora_rank,), "q_a_proj", ("embed", None))
+    declared["q_a_norm"] = norm_weight(cfg.q_lora_rank, "q_a_layernorm")
+    declared["q_b"] = linear_weight(cfg.q_lora_rank, (h, query), "q_b_proj", (None, "heads", "kv"))
+  else:
+    declared["q"] = linear_weight(d, (h, query), "q_proj", ("embed", "heads", "kv"))
+  if cfg.mla_output_gate:
+    declared["g"] = linear_weight(d, (h, cfg.v_head_dim), "g_proj", ("embed", "heads", "kv"))
+  return declared
+
+
+def _queries(cfg: ModelConfig, w: dict, x: jax.Array) -> jax.Array:
+  """[..., D] -> [..., H, N + R]."""
+  if cfg.q_lora_rank:
+    return matmul(rms_norm(matmul(x, w["q_a"]), w["q_a_norm"], LATENT_NORM_EPS), w["q_b"])
+  return matmul(x, w["q"])
+
+
+def _latents(cfg: ModelConfig, w: dict, x: jax.Array) -> jax.Array:
+  """[..., D] -> what the cache stores, [..., L + R]."""
+  latent, tail = jnp.split(matmul(x, w["kv_a"]), [cfg.kv_lora_rank], axis=-1)
+  return jnp.concatenate([rms_norm(latent, w["kv_a_norm"], LATENT_NORM_EPS), tail], axis=-1)
+
+
+def _gated_output(cfg: ModelConfig, w: dict, x: jax.Array, out: jax.Array) -> jax.Array:
+  """[..., H, V] -> [..., D]. This gate's sigmoid is taken in the stream's dtype (KDA's is in float32)."""
+  if cfg.mla_output_gate:
+    out = out * jax.nn.sigmoid(matmul(x, w["g"]))
+  return matmul(out, w["o"], in_dims=2)
+
+
+def _scale(cfg: ModelConfig) -> float:
+  """The tail counts: K3's 192^-1/2, not 128^-1/2."""
+  return (cfg.qk_nope_head_dim + cfg.qk_rope_head_dim) ** -0.5
+
+
+BlockScores = Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
+
+
+def _online_softmax(
+  latent: jax.Array, layer: jax.Array | int, query_positions: jax.Array, out_shape: tuple[int, ...], scores: BlockScores
+) -> jax.Array:
+  """Softmax attention over the cache, a block of positions at a time, so that no full row of scores ever exists.
+
+  Args:
+    latent: [N, B, S, L + R], the stack's cache.
+    query_positions: [B, T] int32; a query sees cache positions up to and including its own.
+    out_shape: shape of the result, [B, H, T, …].
+    scores: a block of the cache [B, block, L + R] -> (scaled scores [B, H, T, block] float32, and the function that
+      turns weights of that shape into their weighted sum of values, float32 of `out_shape`).
+
+  Returns:
+    float32 of `out_shape`; zero for a query that sees nothing.
+  """
+  _, batch, length, width = latent.shape
+  block = min(_KEY_BLOCK, length)
+  if length % block:
+    raise ValueError(f"an MLA cache of {length} positions must be a multiple of {_KEY_BLOCK} or at most that")
+
+  def step(j, carry):
+    running_max, total, acc = carry
+    keys = jax.lax.dynamic_slice(latent, (layer, 0, j * block, 0), (1, batch, block, width))[0]
+    positions = j * block + jnp.arange(block)
+    # What lies beyond a row's own tokens may be another sequence's, or NaN: it is replaced, not only masked out of
+    # the scores, since 0 · NaN is NaN.
+    filled = positions <= jnp.max(query_positions, axis=1, keepdims=True)
+    s, weigh = scores(jnp.where(filled[..., None], keys, 0))
+    s = jnp.where((positions <= query_positions[:, :, None])[:, None], s, -jnp.inf)
+    new_max = jnp.maximum(running_max, jnp.max(s, axis=-1, keepdims=True))
+    p = jnp.exp(s - new_max)
+    correction = jnp.exp(running_max - new_max)
+    return new_max, total * correction + jnp.sum(p, axis=-1, keepdims=True), acc * correction + weigh(p)
+
+  start = jnp.full((*out_shape[:3], 1), -1e30, jnp.float32)
+  carry = (start, jnp.zeros_like(start), jnp.zeros(out_shape, jnp.float32))
+  if length == block:
+    carry = step(0, carry)
+  else:
+    carry = jax.lax.fori_loop(0, jnp.max(query_positions) // block + 1, step, carry)
+  _, total, acc = carry
+  return jnp.where(total > 0, acc / jnp.where(total > 0, total, 1), 0)
+
+
+def prefill(
+  cfg: ModelConfig,
+  w: dict,
+  x: jax.Array,
+  start: jax.Array,
+  length: jax.Array,
+  cache: MlaCache,
+  layer: jax.Array | int,
+) -> tuple[jax.Array, MlaCache]:
+  """A chunk of tokens for every slot; keys and values are expanded from the latents, block by block.
+
+  Args:
+    x: [B, T, D], normed input; B is the cache's number of slots.
+    start: [B] int32, tokens of each slot before this chunk.
+    length: [B] int32, valid tokens of the chunk; those after it are padding and aren't stored.
+    cache: the stack's cache; `layer` is this layer's place in it.
+
+  Returns:
+    (out [B, T, D], cache).
+  """
+  batch, t, _ = x.shape
+  h, nope = cfg.mla_num_heads, cfg.qk_nope_head_dim
+  offsets = jnp.arange(t)
+  positions = start[:, None] + offsets
+  # A padding token's position goes out of range, where the scatter drops it.
+  stored = jnp.where(offsets < length[:, None], positions, cache.latent.shape[2])
+  latent = cache.latent.at[layer, jnp.arange(batch)[:, None], stored].set(_latents(cfg, w, x), mode="drop")
+
+  q = _queries(cfg, w, x)
+
+  def scores(keys):
+    kv = matmul(keys[..., : cfg.kv_lora_rank], w["kv_b"])
+    k, v = kv[..., :nope], kv[..., nope:]
+    s = jnp.einsum("bthn,bshn->bhts", q[..., :nope], k, preferred_element_type=jnp.float32)
+    s += jnp.einsum("bthr,bsr->bhts", q[..., nope:], keys[..., cfg.kv_lora_rank :], preferred_element_type=jnp.float32)
+    return s * _scale(cfg), lambda p: jnp.einsum(
+      "bhts,bshv->bhtv", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+
+  # Padding queries look no further than the last valid token, so that they read nothing that isn't there.
+  seen = jnp.minimum(positions, (start + length - 1)[:, None])
+  out = _online_softmax(latent, layer, seen, (batch, h, t, cfg.v_head_dim), scores)
+  out = jnp.moveaxis(out, 1, 2).astype(x.dtype)
+  return _gated_output(cfg, w, x, checkpoint_name(out, "mla_read_out")), MlaCache(latent)
+
+
+def decode(
+  cfg: ModelConfig, w: dict, x: jax.Array, slots: jax.Array, lengths: jax.Array, cache: MlaCache, layer: jax.Array | int
+) -> tuple[jax.Array, MlaCache]:
+  """One token a slot, absorbed: queries are carried into the latent space, so that the cache is read as it is.
+
+  Args:
+    x: [B, D], normed input; row i is slot i.
+    slots: [B] int32, i for a live row, -1 for an idle one (nothing is stored for it).
+    lengths: [B] int32, tokens of each slot before this one.
+    cache: the stack's cache; `layer` is this layer's place in it.
+
+  Returns:
+    (out [B, D], cache).
+  """
+  batch = x.shape[0]
+  h, nope, rank = cfg.mla_num_heads, cfg.qk_nope_head_dim, cfg.kv_lora_rank
+  stored = jnp.where(slots >= 0, lengths, cache.latent.shape[2])
+  latent = cache.latent.at[layer, jnp.arange(batch), stored].set(_latents(cfg, w, x), mode="drop")
+
+  q = _queries(cfg, w, x)
+  kv_b = w["kv_b"].astype(x.dtype)
+  q_latent = jnp.einsum("bhn,lhn->bhl", q[..., :nope], kv_b[..., :nope], preferred_element_type=jnp.float32)
+  q = jnp.concatenate([q_latent.astype(x.dtype), q[..., nope:]], axis=-1)
+
+  def scores(keys):
+    s = jnp.einsum("bhw,bsw->bhs", q, keys, preferred_element_type=jnp.float32)
+    return s[:, :, None] * _scale(cfg), lambda p: jnp.einsum(
+      "bhts,bsl->bhtl", p.astype(keys.dtype), keys[..., :rank], preferred_element_type=jnp.float32
+    )
+
+  seen = jnp.where(slots >= 0, lengths, -1)[:, None]
+  read = _online_softmax(latent, layer, seen, (batch, h, 1, rank), scores)[:, :, 0].astype(x.dtype)
+  out = jnp.einsum("bhl,lhv->bhv", read, kv_b[..., nope:], preferred_element_type=jnp.float32).astype(x.dtype)
+  return _gated_output(cfg, w, x, out), MlaCache(latent)

@@ -1,0 +1,98 @@
+"""The delta rule over a chunk of tokens, through tokamax. The one file that imports tokamax's private KDA module."""
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+from kda_decode import reference
+
+from MaxText.errors import UserError
+
+try:
+  from tokamax._src.ops.kda.api import kimi_delta_attention
+except ImportError as error:
+  raise ImportError(
+    "tokamax's private module tokamax._src.ops.kda.api has moved: this project was written for tokamax 0.0.17, "
+    f"installed is {importlib.metadata.version('tokamax')}"
+  ) from error
+
+IMPLEMENTATIONS = ("xla", "xla_chunked", "mosaic")
+_CHUNK = 64  # tokamax's chunked implementations take lengths that this divides
+
+
+def resolve_implementation(name: str, platform: str, head_dim: int) -> str:
+  """`auto` -> "mosaic" on a TPU where the heads are 128 wide, else "xla" (the token recurrence)."""
+  if name != "auto":
+    return name
+  return "mosaic" if platform == "tpu" and head_dim == 128 else "xla"
+
+
+def check_implementation(name: str, gate_lower_bound: float | None) -> None:
+  """Raises `UserError` where tokamax can't serve the model with this implementation."""
+  if name not in IMPLEMENTATIONS:
+    raise UserError(f"kda_prefill_implementation={name} is unknown; choose auto, {', '.join(IMPLEMENTATIONS)}")
+  if name == "xla_chunked" and gate_lower_bound is None:
+    raise UserError(
+      "kda_prefill_implementation=xla_chunked needs a bounded gate, and this model has no kda_gate_lower_bound; "
+      "use kda_prefill_implementation=xla"
+    )
+
+
+def delta_rule(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  decay: jax.Array,
+  beta: jax.Array,
+  state: jax.Array,
+  valid: jax.Array,
+  *,
+  a_log: jax.Array,
+  dt_bias: jax.Array,
+  gate_lower_bound: float | None,
+  implementation: str,
+) -> tuple[jax.Array, jax.Array]:
+  """Runs S ← diag(exp g)·S; S ← S + β·k·(v − Sᵀk)ᵀ; o = Sᵀq·K^-1/2 over the valid tokens of each row.
+
+  Args:
+    q, k: [B, T, H, K] float32, l2-normalised.
+    v: [B, T, H, V] float32.
+    decay: [B, T, H, K] raw low-rank gate.
+    beta: [B, T, H] float32 in (0, 1).
+    state: [B, H, K, V] float32, what came before.
+    valid: [B, T] bool; a token that isn't valid leaves the state as it was, and its output means nothing.
+    a_log, dt_bias: [H], [H, K] float32.
+    gate_lower_bound: K3's bound of the log decay, or None for softplus.
+    implementation: one of `IMPLEMENTATIONS`.
+
+  Returns:
+    (o [B, T, H, V] float32, state [B, H, K, V] float32).
+  """
+  length = q.shape[1]
+  fused_gate = implementation == "xla_chunked" or (implementation == "mosaic" and gate_lower_bound is not None)
+  if fused_gate:
+    # A raw gate this low gives a decay of exactly one: an invalid token neither decays nor (β = 0) writes.
+    gate = jnp.where(valid[..., None, None], decay.astype(jnp.float32), -1e9)
+  else:
+    gate = reference.log_decay(decay, a_log, dt_bias, gate_lower_bound)
+    gate = jnp.where(valid[..., None, None], gate, 0.0)
+  beta = jnp.where(valid[..., None], beta, 0.0)
+
+  def head_first(x):
+    if implementation != "xla":
+      pad = [(0, 0)] * x.ndim
+      pad[1] = (0, -length % _CHUNK)
+      x = jnp.pad(x, pad, constant_values=-1e9 if x is gate and fused_gate else 0.0)
+    return jnp.moveaxis(x, 2, 0)
+
+  out, final = kimi_delta_attention(
+    *(head_first(x) for x in (q, k, v, gate, beta)),
+    a_log=a_log if fused_gate else None,
+    delta_time_bias=dt_bias.reshape(-1) if fused_gate else None,
+    initial_state=state[:, None],
+    output_final_state=True,
+    use_gate_in_kernel=fused_gate,
+    lower_bound=gate_lower_bound if fused_gate else None,
+    implementation=implementation,
+  )
+  return jnp.moveaxis(out, 0, 2)[:, :length].astype(jnp.float32), final[:, 0].astype(jnp.float32)

@@ -1,0 +1,150 @@
+"""LatentMoE: a float32 router, routed experts in a narrow latent space, a shared expert at full width.
+
+Formulas: K3's report; without a latent size (Kimi-Linear) the routed experts read and write the full width.
+N tokens, D hidden, L latent (or D), E experts, k of them a token, F an expert's inner width.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from MaxText.configs.model_config import ModelConfig
+from MaxText.layers.activations import gated_activation
+from MaxText.layers.linears import grouped_matmul, linear_weight, matmul, mlp, mlp_weights, output_weight
+from MaxText.layers.normalizations import norm_weight, rms_norm
+from MaxText.weights import Source, Weight, constant, fan_in
+
+GROUPED_MATMULS = ("ragged_dot", "loop", "dense")
+
+
+def weights(cfg: ModelConfig) -> dict[str, Weight | dict[str, Weight]]:
+  """Declares what a MoE layer has once; `expert_weights` declares one expert."""
+  d, e = cfg.hidden_size, cfg.num_experts
+  declared: dict[str, Weight | dict[str, Weight]] = {
+    "router": linear_weight(d, (e,), "gate", ("embed", None)),
+    "bias": Weight(
+      (e,), (None,), (Source("gate.e_score_correction_bias", (e,), suffix=""),), constant(0.0), float32=True
+    ),
+  }
+  if cfg.latent_size:
+    declared["down"] = linear_weight(d, (cfg.latent_size,), "routed_expert_down_proj", ("embed", None))
+    declared["up"] = output_weight((cfg.latent_size,), d, "routed_expert_up_proj", (None, "embed"))
+    if cfg.latent_norm:
+      declared["norm"] = norm_weight(cfg.latent_size, "routed_expert_norm")
+  if cfg.num_shared_experts:
+    declared["shared"] = mlp_weights(cfg, cfg.num_shared_experts * cfg.moe_intermediate_size, "shared_experts.")
+  return declared
+
+
+def expert_weights(cfg: ModelConfig) -> dict[str, Weight]:
+  """Declares one routed expert: wi [L, 2, F] (w1, the gate, then w3) and wo [F, L] (w2)."""
+  latent, f = cfg.expert_width, cfg.moe_intermediate_size
+  return {
+    "wi": Weight(
+      (latent, 2, f),
+      (None, None, None),
+      (Source("w1", (f, latent), packed=True), Source("w3", (f, latent), packed=True)),
+      fan_in(latent),
+      assemble=lambda w1, w3: np.stack([w1.T, w3.T], axis=1),
+      disassemble=lambda wi: (wi[:, 0].T, wi[:, 1].T),
+    ),
+    "wo": linear_weight(f, (latent,), "w2", (None, None), packed=True),
+  }
+
+
+def route(cfg: ModelConfig, w: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Chooses experts in true float32: in bfloat16 the choice flips.
+
+  Args:
+    x: [N, D].
+
+  Returns:
+    (experts [N, k] int32, weights [N, k] float32). The correction bias takes part in the choice only.
+  """
+  logits = jnp.dot(
+    x.astype(jnp.float32), w["router"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+  )
+  scores = jax.nn.sigmoid(logits)
+  _, experts = jax.lax.top_k(scores + w["bias"], cfg.num_experts_per_token)
+  chosen = jnp.take_along_axis(scores, experts, axis=-1)
+  if cfg.renormalize:
+    chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
+  return checkpoint_name(experts, "router_experts"), checkpoint_name(
+    chosen * cfg.routed_scaling_factor, "router_weights"
+  )
+
+
+def routed_experts(
+  cfg: ModelConfig,
+  w: dict,
+  z: jax.Array,
+  experts: jax.Array,
+  expert_scales: jax.Array,
+  first_expert: jax.Array | int,
+) -> jax.Array:
+  """Σ over a token's experts of scale · w2(act(w1 z, w3 z)), weighted on the output and summed in float32.
+
+  Args:
+    w: {"wi": [G, L, 2, F], "wo": [G, F, L]} with this layer's E experts from `first_expert` on.
+    z: [N, L].
+    experts: [N, k] int32 in [0, E).
+    expert_scales: [N, k] float32.
+
+  Returns:
+    [N, L] float32.
+  """
+  n, k = experts.shape
+  latent, f = w["wo"].shape[2], w["wo"].shape[1]
+  if cfg.grouped_matmul_implementation == "dense":
+    return _dense_experts(cfg, w, z, experts, expert_scales, first_expert)
+
+  chosen = experts.reshape(-1)
+  order = jnp.argsort(chosen, stable=True)
+  group_sizes = jnp.bincount(chosen, length=cfg.num_experts)
+
+  def grouped(rows, matrices):
+    return grouped_matmul(rows, matrices, group_sizes, first_expert, cfg.grouped_matmul_implementation)
+
+  hidden = grouped(z[order // k], w["wi"].reshape(-1, latent, 2 * f)).astype(z.dtype)
+  hidden = gated_activation(cfg, hidden[:, :f], hidden[:, f:])
+  out = grouped(hidden, w["wo"])
+  # Back in the tokens' order, so that a token's sum is taken in the same order whatever else is in the batch.
+  out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(n, k, latent)
+  return jnp.sum(out * expert_scales[..., None], axis=1)
+
+
+def _dense_experts(cfg, w, z, experts, expert_scales, first_expert) -> jax.Array:
+  """Every expert on every token, the rest of them weighted with zero: for training a tiny model on a CPU."""
+  wi, wo = (jax.lax.dynamic_slice_in_dim(w[name], first_expert, cfg.num_experts).astype(z.dtype) for name in ("wi", "wo"))
+  scales = jnp.sum(jax.nn.one_hot(experts, cfg.num_experts) * expert_scales[..., None], axis=1)
+  hidden = jnp.einsum("nl,elcf->encf", z, wi, preferred_element_type=jnp.float32).astype(z.dtype)
+  hidden = gated_activation(cfg, hidden[:, :, 0], hidden[:, :, 1])
+  out = jnp.einsum("enf,efl->enl", hidden, wo, preferred_element_type=jnp.float32)
+  return jnp.einsum("enl,ne->nl", out, scales)
+
+
+def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, first_expert: jax.Array | int) -> jax.Array:
+  """The layer: routed experts in the latent space, norm, up-projection, plus the shared expert.
+
+  Args:
+    w: this layer's weights (`weights`).
+    experts: all layers' experts, flat: {"wi": [layers·E, L, 2, F], "wo": [layers·E, F, L]}.
+    x: [..., D], normed input.
+    first_expert: where this layer's experts begin in `experts`.
+
+  Returns:
+    [..., D].
+  """
+  tokens = x.reshape(-1, x.shape[-1])
+  chosen, scales = route(cfg, w, tokens)
+  z = matmul(tokens, w["down"]) if cfg.latent_size else tokens
+  y = checkpoint_name(routed_experts(cfg, experts, z, chosen, scales, first_expert), "moe_latent").astype(x.dtype)
+  if cfg.latent_size:
+    if cfg.latent_norm:
+      y = checkpoint_name(rms_norm(y, w["norm"], cfg.rms_norm_eps), "moe_latent_normed")
+    y = matmul(y, w["up"])
+  y = y.reshape(x.shape)
+  if cfg.num_shared_experts:
+    y = y + mlp(cfg, w["shared"], x)
+  return y

@@ -1,0 +1,1 @@
+"""The whole model: embedding, the looped layers, the head."""

@@ -1,0 +1,238 @@
+"""Kimi K3: embedding, layers, head; prefill of a chunk and one decode step as pure functions.
+
+The layers come in two parts: the leading ones with a dense MLP (K3 has one), and the pattern that repeats. Rolled, the
+program holds one KDA body and one MLA body, whatever the depth: a loop over MLA layers, and inside it a loop over the
+KDA layers before each. Unrolled (`scan_layers=false`) the same functions are called layer by layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from MaxText.configs.model_config import ModelConfig
+from MaxText.inference.cache import DecodeCache
+from MaxText.layers import attention_kda, attention_mla, attention_residuals, moe
+from MaxText.layers.attention_residuals import Residual
+from MaxText.layers.linears import mlp, mlp_weights
+from MaxText.layers.normalizations import norm_weight, rms_norm
+from MaxText.weights import Source, Stack, Weight, fan_in
+
+_ATTENTION_WEIGHTS = {"kda": attention_kda.weights, "mla": attention_mla.weights}
+
+Params = dict[str, Any]
+# (kind, weights, x, layer's cache stack, its place there) -> (out, cache stack)
+Attend = Callable[[str, dict, jax.Array, Any, Any], tuple[jax.Array, Any]]
+
+
+def weight_tree(cfg: ModelConfig) -> dict[str, Any]:
+  """All weights of a model as a tree of `Stack`s; the shape of every tree of parameters.
+
+  {"embed", "norm", "output_res", "lm_head", "leading_kda", "leading_mla", "kda", "mla"}; a kind that has no layers is
+  left out. Below a kind: the layer's norms and mixtures, "attention", and "mlp" (leading) or "moe" and "experts".
+  """
+  v, d = cfg.vocab_size, cfg.hidden_size
+  prefix = ("model.",)
+
+  def globals_(weight):
+    return jax.tree.map(lambda w: Stack(w, prefix, None), weight, is_leaf=lambda w: isinstance(w, Weight))
+
+  tree = {
+    "embed": globals_(
+      Weight((v, d), ("vocab", "embed"), (Source("embed_tokens", (v, d)),), fan_in(d), lambda x: x, lambda x: (x,))
+    ),
+    "norm": globals_(norm_weight(d, "norm")),
+    "output_res": globals_(attention_residuals.mix_weights(cfg, "output_attn_res")),
+    "lm_head": Stack(Weight((d, v), ("embed", "vocab"), (Source("lm_head", (v, d)),), fan_in(d)), ("",), None),
+  }
+  for leading in (True, False):
+    for kind in ("kda", "mla"):
+      layers = cfg.layer_ids(kind, leading)
+      if layers:
+        tree[f"leading_{kind}" if leading else kind] = _layer_stacks(cfg, kind, leading, layers)
+  return tree
+
+
+def _layer_stacks(cfg: ModelConfig, kind: str, leading: bool, layers: tuple[int, ...]) -> dict[str, Any]:
+  def stacked(declared, below="", per_layer=("",), axis="layers"):
+    prefixes = tuple(f"model.layers.{i}.{below}{each}" for i in layers for each in per_layer)
+    return jax.tree.map(lambda w: Stack(w, prefixes, axis), declared, is_leaf=lambda w: isinstance(w, Weight))
+
+  tree = {
+    "input_norm": stacked(norm_weight(cfg.hidden_size, "input_layernorm")),
+    "post_attention_norm": stacked(norm_weight(cfg.hidden_size, "post_attention_layernorm")),
+    "attention_res": stacked(attention_residuals.mix_weights(cfg, "self_attention_res")),
+    "mlp_res": stacked(attention_residuals.mix_weights(cfg, "mlp_res")),
+    "attention": stacked(_ATTENTION_WEIGHTS[kind](cfg), "self_attn."),
+  }
+  if leading:
+    return tree | {"mlp": stacked(mlp_weights(cfg, cfg.mlp_size), "mlp.")}
+  experts = tuple(f"experts.{e}." for e in range(cfg.num_experts))
+  return tree | {
+    "moe": stacked(moe.weights(cfg), "block_sparse_moe."),
+    "experts": stacked(moe.expert_weights(cfg), "block_sparse_moe.", experts, "exp"),
+  }
+
+
+def _apply_layer(
+  cfg: ModelConfig,
+  kind: str,
+  w: Params,
+  experts: Params | None,
+  residual: Residual,
+  cache: Any,
+  layer: int | jax.Array,
+  index: int | jax.Array,
+  attend: Attend,
+) -> tuple[Residual, Any]:
+  """One layer: `layer` is its number in the model, `index` its place in its stack; either may be traced."""
+  h = attention_residuals.attention_input(cfg, w["attention_res"], residual, layer)
+  x = rms_norm(h, w["input_norm"], cfg.rms_norm_eps)
+  out, cache = attend(kind, w["attention"], x, cache, index)
+  residual = attention_residuals.add_attention(cfg, residual, layer, checkpoint_name(out, "attention_out"))
+
+  h = attention_residuals.feed_forward_input(cfg, w["mlp_res"], residual, layer)
+  x = rms_norm(h, w["post_attention_norm"], cfg.rms_norm_eps)
+  out = mlp(cfg, w["mlp"], x) if experts is None else moe.moe(cfg, w["moe"], experts, x, index * cfg.num_experts)
+  residual = attention_residuals.add_feed_forward(residual, checkpoint_name(out, "feed_forward_out"))
+  return residual._replace(stream=checkpoint_name(residual.stream, "layer_out")), cache
+
+
+def _split_experts(stack: Params) -> tuple[Params, Params | None]:
+  """Experts stay flat outside a loop's per-layer slices: slicing them would copy a whole layer's experts."""
+  return {k: v for k, v in stack.items() if k != "experts"}, stack.get("experts")
+
+
+def _apply_layers(
+  cfg: ModelConfig, params: Params, residual: Residual, cache: DecodeCache, attend: Attend
+) -> tuple[Residual, DecodeCache]:
+  """All layers, rolled or unrolled by the configuration."""
+
+  def one(part: str, residual, part_cache, layer, index):
+    stack, experts = _split_experts(params[part])
+    w = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), stack)
+    return _apply_layer(cfg, part.removeprefix("leading_"), w, experts, residual, part_cache, layer, index, attend)
+
+  caches = cache._asdict()
+
+  def unrolled(layers, leading):
+    nonlocal residual
+    for layer in layers:
+      kind = cfg.layers[layer][0]
+      part = f"leading_{kind}" if leading else kind
+      index = cfg.layer_ids(kind, leading).index(layer)
+      residual, caches[part] = one(part, residual, caches[part], layer, index)
+
+  unrolled(range(cfg.num_leading_layers), leading=True)
+  repeating = range(cfg.num_leading_layers, cfg.num_layers)
+  if not cfg.rolled:
+    unrolled(repeating, leading=False)
+    return residual, DecodeCache(**caches)
+
+  kda_ids = np.array(cfg.layer_ids("kda", False), np.int32)
+  mla_ids = np.array(cfg.layer_ids("mla", False), np.int32)
+
+  def kda_layers(first, last, carry):
+    def body(i, carry):
+      residual, kda_cache = carry
+      return one("kda", residual, kda_cache, jnp.asarray(kda_ids)[i], i)
+
+    return jax.lax.fori_loop(first, last, body, carry) if kda_ids.size else carry
+
+  # KDA layers up to each MLA layer, as places in the KDA stack.
+  up_to = np.searchsorted(kda_ids, mla_ids).astype(np.int32)
+
+  def block(m, carry):
+    residual, kda_cache, mla_cache = carry
+    first = jnp.where(m > 0, jnp.asarray(up_to)[m - 1], 0)
+    residual, kda_cache = kda_layers(first, jnp.asarray(up_to)[m], (residual, kda_cache))
+    residual, mla_cache = one("mla", residual, mla_cache, jnp.asarray(mla_ids)[m], m)
+    return residual, kda_cache, mla_cache
+
+  carry = (residual, caches["kda"], caches["mla"])
+  if mla_ids.size:
+    carry = jax.lax.fori_loop(0, mla_ids.size, block, carry)
+  residual, caches["kda"], caches["mla"] = carry
+  done = int(up_to[-1]) if mla_ids.size else 0
+  if done < kda_ids.size:
+    residual, caches["kda"] = kda_layers(done, kda_ids.size, (residual, caches["kda"]))
+  return residual, DecodeCache(**caches)
+
+
+def _embed(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+  return params["embed"][tokens].astype(cfg.dtype)
+
+
+def _hidden_to_logits(cfg: ModelConfig, params: Params, residual: Residual) -> jax.Array:
+  """[..., D] streams -> [..., V] float32 logits."""
+  h = checkpoint_name(attention_residuals.output(cfg, params["output_res"], residual), "output_mix")
+  x = rms_norm(h, params["norm"], cfg.rms_norm_eps)
+  return jnp.dot(x, params["lm_head"].astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def prefill(
+  cfg: ModelConfig,
+  params: Params,
+  tokens: jax.Array,
+  length: jax.Array,
+  cache: DecodeCache,
+  all_logits: bool = False,
+) -> tuple[jax.Array, DecodeCache]:
+  """A chunk of tokens for every slot of a cache, continuing where each slot is.
+
+  Args:
+    params: arrays in the shape of `weight_tree`.
+    tokens: [B, T] int32, B the cache's slots; any T.
+    length: [B] int32 in [0, T], valid tokens of each row. Padding moves no state; a row of length 0 is left as it is.
+    cache: a `DecodeCache` with room for the tokens (the caller checks: positions out of range are dropped).
+    all_logits: whether to return logits of all positions, or of each row's last valid one.
+
+  Returns:
+    (logits [B, T, V] or [B, V], float32; cache).
+  """
+
+  def attend(kind, w, x, layer_cache, index):
+    if kind == "kda":
+      return attention_kda.prefill(cfg, w, x, length, layer_cache, index)
+    return attention_mla.prefill(cfg, w, x, cache.lengths, length, layer_cache, index)
+
+  with jax.default_matmul_precision(cfg.matmul_precision):
+    residual = attention_residuals.start(cfg, _embed(cfg, params, tokens))
+    residual, new = _apply_layers(cfg, params, residual, cache, attend)
+    if not all_logits:
+      last = jnp.maximum(length - 1, 0)
+      residual = Residual(
+        jnp.take_along_axis(residual.stream, last[:, None, None], axis=1)[:, 0],
+        jnp.take_along_axis(residual.blocks, last[None, :, None, None], axis=2)[:, :, 0],
+      )
+    return _hidden_to_logits(cfg, params, residual), new._replace(lengths=cache.lengths + length)
+
+
+def decode_step(
+  cfg: ModelConfig, params: Params, tokens: jax.Array, active: jax.Array, cache: DecodeCache
+) -> tuple[jax.Array, DecodeCache]:
+  """One token for every active slot.
+
+  Args:
+    tokens: [B] int32, row i for slot i.
+    active: [B] bool; an idle slot's state doesn't move and its logits mean nothing.
+    cache: a `DecodeCache` of B slots.
+
+  Returns:
+    (logits [B, V] float32, cache).
+  """
+  slots = jnp.where(active, jnp.arange(tokens.shape[0], dtype=jnp.int32), -1)
+
+  def attend(kind, w, x, layer_cache, index):
+    if kind == "kda":
+      return attention_kda.decode(cfg, w, x, slots, layer_cache, index)
+    return attention_mla.decode(cfg, w, x, slots, cache.lengths, layer_cache, index)
+
+  with jax.default_matmul_precision(cfg.matmul_precision):
+    residual = attention_residuals.start(cfg, _embed(cfg, params, tokens))
+    residual, new = _apply_layers(cfg, params, residual, cache, attend)
+    logits = _hidden_to_logits(cfg, params, residual)
+  return logits, new._replace(lengths=cache.lengths + active.astype(jnp.int32))
