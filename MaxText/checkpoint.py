@@ -1,0 +1,173 @@
+"""The released checkpoint layout: sharded safetensors with an index, read straight into a model's parameters.
+
+What a tensor should look like comes from the weights' declarations; anything that doesn't agree is an error that names
+the tensor: missing, unknown, listed twice, of another shape, or in a shard that isn't whole.
+"""
+
+import json
+import os
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, which safetensors relies on)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from MaxText import mxfp4
+from MaxText.errors import UserError
+from MaxText.progress import progress
+from MaxText.weights import Source, Stack, WeightTree, is_stack
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_TEXT_PREFIX = "language_model."
+# The text model doesn't use these; they are the only tensors that may be there and not be read.
+VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+
+
+class ReleasedCheckpoint:
+  """A directory in the released layout, opened and checked for wholeness; tensors are read one at a time.
+
+  Names are without the `language_model.` that K3 puts before its text model.
+  """
+
+  def __init__(self, directory: str):
+    """Raises `UserError` for a directory, index or shard that is missing or broken."""
+    self.directory = directory
+    if not os.path.isdir(directory):
+      raise UserError(f"load_parameters_path={directory} is not a directory")
+    self._files: dict[str, Any] = {}
+    self._where = {self._strip(name): (file, name) for name, file in self._read_index().items()}
+    self.names = frozenset(n for n in self._where if not n.startswith(VISION_PREFIXES))
+
+  @staticmethod
+  def _strip(name: str) -> str:
+    return name.removeprefix(_TEXT_PREFIX)
+
+  def _read_index(self) -> dict[str, str]:
+    path = os.path.join(self.directory, INDEX)
+    if not os.path.exists(path):
+      if not os.path.exists(os.path.join(self.directory, SINGLE)):
+        raise UserError(f"{self.directory} holds neither {INDEX} nor {SINGLE}")
+      return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+    try:
+      with open(path, encoding="utf-8") as f:
+        where = json.load(f)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+      raise UserError(f"{path} is not a safetensors index: {error!r}") from error
+    listed: dict[str, set[str]] = {}
+    for name, file in where.items():
+      listed.setdefault(file, set()).add(name)
+    for file, names in sorted(listed.items()):
+      held = set(self._open(file).keys())
+      if names - held:
+        raise UserError(f"{INDEX} places {min(names - held)} in {file}, which doesn't hold it")
+      if held - names:
+        raise UserError(f"{file} holds {min(held - names)}, which {INDEX} doesn't place there")
+    return where
+
+  def _open(self, file: str) -> Any:
+    if file not in self._files:
+      path = os.path.join(self.directory, file)
+      if not os.path.exists(path):
+        raise UserError(f"{path} is missing")
+      try:
+        self._files[file] = safe_open(path, "numpy")
+      except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is broken or truncated ({error})") from error
+    return self._files[file]
+
+  def _shape(self, name: str) -> tuple[int, ...]:
+    file, full_name = self._where[name]
+    return tuple(self._open(file).get_slice(full_name).get_shape())
+
+  def _get(self, name: str) -> np.ndarray:
+    file, full_name = self._where[name]
+    return self._open(file).get_tensor(full_name)
+
+  def tensors_of(self, prefix: str, source: Source) -> tuple[str, ...]:
+    """Names of the tensors that hold a source: one, or a packed pair. A pair in the index wins nothing by being
+    declared: what the index holds decides.
+
+    Raises:
+      UserError: it isn't there, is there twice, or has another shape.
+    """
+    plain = f"{prefix}{source.name}{source.suffix}"
+    packed = (f"{prefix}{source.name}.weight_packed", f"{prefix}{source.name}.weight_scale")
+    there = [n for n in packed if n in self.names]
+    if plain in self.names and there:
+      raise UserError(f"{self.directory} holds {plain} twice: also as {there[0]}")
+    if len(there) == 1:
+      raise UserError(f"{self.directory} holds {there[0]} without its {'scale' if 'packed' in there[0] else 'values'}")
+    if not there and plain not in self.names:
+      raise UserError(f"{self.directory} lacks {plain}")
+    if there:
+      out, inputs = source.shape
+      expected = {packed[0]: [(out, inputs // 2)], packed[1]: [(out, inputs // mxfp4.GROUP)]}
+    else:
+      expected = {plain: [source.shape, *source.also]}
+    for name, shapes in expected.items():
+      if self._shape(name) not in shapes:
+        raise UserError(
+          f"{name} in {self.directory} has shape {self._shape(name)}, the configuration wants "
+          f"{' or '.join(map(str, shapes))}"
+        )
+    return tuple(expected)
+
+  def read(self, prefix: str, source: Source) -> np.ndarray:
+    """A source's values, unpacked where they are packed."""
+    names = self.tensors_of(prefix, source)
+    if len(names) == 1:
+      return self._get(names[0])
+    try:
+      return mxfp4.unpack(*map(self._get, names))
+    except ValueError as error:
+      raise UserError(f"{names[0]} in {self.directory}: {error}") from error
+
+  def check(self, tree: WeightTree) -> None:
+    """Compares all names and shapes with a model's declarations, reading no values.
+
+    Raises:
+      UserError: naming the first tensor that is missing, doubled, mis-shaped or unknown.
+    """
+    used = set()
+    for stack in jax.tree.leaves(tree, is_leaf=is_stack):
+      for prefix in stack.prefixes:
+        for source in stack.weight.sources:
+          used.update(self.tensors_of(prefix, source))
+    unknown = sorted(self.names - used)
+    if unknown:
+      more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+      raise UserError(f"{self.directory} holds {unknown[0]}{more}, which this configuration has no place for")
+
+
+def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, weight_dtype: Any, shardings: Any) -> dict[str, Any]:
+  """Reads a checkpoint into parameters: arrays in the shape of `tree`, each device filled with its own part.
+
+  Args:
+    weight_dtype: of all weights but those declared float32.
+    shardings: a `NamedSharding` for each weight.
+
+  Raises:
+    UserError: see `ReleasedCheckpoint.check`.
+  """
+  checkpoint.check(tree)
+
+  def one(stack: Stack, sharding) -> jax.Array:
+    dtype = stack.dtype(weight_dtype)
+
+    def instance(prefix: str) -> np.ndarray:
+      weight = stack.weight
+      tensors = (checkpoint.read(prefix, source) for source in weight.sources)
+      return weight.from_release(*tensors).astype(dtype)
+
+    def fill(index: tuple[slice, ...]) -> np.ndarray:
+      if not stack.stacked:
+        return instance(stack.prefixes[0])[index]
+      return np.stack([instance(prefix)[index[1:]] for prefix in stack.prefixes[index[0]]])
+
+    return jax.make_array_from_callback(stack.shape, sharding, fill)
+
+  leaves, structure = jax.tree.flatten(tree, is_leaf=is_stack)
+  pairs = zip(leaves, jax.tree.leaves(shardings), strict=True)
+  return jax.tree.unflatten(structure, [one(*pair) for pair in progress(pairs, len(leaves), "reading weights")])
