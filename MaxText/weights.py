@@ -145,9 +145,13 @@ def partition_spec(axes: tuple[str | None, ...], rules: Any, name: str) -> Parti
     if axis is None:
       spec.append(None)
       continue
-    candidates = [(target,) if isinstance(target, str) else tuple(target) for logical, target in rules if logical == axis]
+    candidates = [
+      (target,) if isinstance(target, str) else tuple(target) for logical, target in rules if logical == axis
+    ]
     if not candidates:
-      raise UserError(f"logical axis {axis!r} of {name} has no entry in logical_axis_rules; add one, [] to replicate it")
+      raise UserError(
+        f"logical axis {axis!r} of {name} has no entry in logical_axis_rules; add one, [] to replicate it"
+      )
     chosen = next((c for c in candidates if not used.keys() & set(c)), None)
     if chosen is None:
       mesh_axis = next(a for a in candidates[0] if a in used)

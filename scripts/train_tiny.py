@@ -77,7 +77,9 @@ class _Pad(grain.transforms.Map):
     return {"ids": ids, "weight": weight, "length": np.int32(n)}
 
 
-def batches(examples: list[Example], length: int, pad_id: int, batch: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
+def batches(
+  examples: list[Example], length: int, pad_id: int, batch: int, seed: int
+) -> Iterator[dict[str, np.ndarray]]:
   """Endless shuffled batches, the same for the same seed."""
   dataset = grain.MapDataset.source(examples).seed(seed).shuffle().repeat().map(_Pad(length, pad_id)).batch(batch)
   return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
@@ -119,7 +121,12 @@ def initial_params(tree: weights.WeightTree, seed: int) -> dict[str, Any]:
   return params
 
 
-def answered(cfg: ModelConfig, params: dict[str, Any], forward: Any, examples: list[Example], pad: _Pad) -> float:
+def interleaved(a: list[Example], b: list[Example]) -> list[Example]:
+  """As many of each, taking turns; the shorter list repeats."""
+  return [e for i in range(max(len(a), len(b))) for e in (a[i % len(a)], b[i % len(b)])]
+
+
+def answered(params: dict[str, Any], forward: Any, examples: list[Example], pad: _Pad) -> float:
   """Share of examples whose answer greedy decoding would give, token by token."""
   right = 0
   for i in range(0, len(examples), 32):
@@ -136,7 +143,7 @@ def answered(cfg: ModelConfig, params: dict[str, Any], forward: Any, examples: l
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--steps", type=int, default=3000)
+  parser.add_argument("--steps", type=int, default=2400)
   parser.add_argument("--output", default=_OUTPUT)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -158,14 +165,22 @@ def main() -> None:
   plain = [plain_example(tokenizer, f) for f in facts]
   recalled = [plain_example(tokenizer, f) for f in recall]
   held_out = [plain_example(tokenizer, f) for f in tiny_facts.recall_examples(args.seed, 128, held_out=True)]
-  chat = [chat_example(tokenizer, f, thinking) for f in facts for thinking in (True, False)]
-  short, long = 64, 128
-  # Facts and recall lines take turns, half of each batch.
-  mixed = [e for i, r in enumerate(recalled) for e in (r, plain[i % len(plain)])]
-  plain_batches = batches(mixed, short, tokenizer.pad_id, 32, args.seed)
-  chat_batches = batches(chat, long, tokenizer.pad_id, 16, args.seed + 1)
+  chat, thinking_chat = ([chat_example(tokenizer, f, thinking) for f in facts] for thinking in (False, True))
+  # Lengths that fit their examples closely: a third of a batch would be padding otherwise. (examples, tokens, batch)
+  streams = {
+    "facts": (plain, 40, 16),
+    "recall and chat": (interleaved(recalled, chat), 64, 12),
+    "thinking chat": (thinking_chat, 112, 6),
+  }
+  turns = ("facts", "recall and chat", "facts", "thinking chat")
+  data = {
+    name: batches(examples, length, tokenizer.pad_id, size, args.seed + i)
+    for i, (name, (examples, length, size)) in enumerate(streams.items())
+  }
 
-  schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 20, args.steps, args.learning_rate * 0.02)
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, args.learning_rate, args.steps // 20, args.steps, args.learning_rate * 0.02
+  )
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
   trained = weights.map_weights(lambda s: s.weight.sources[0].name != "gate.e_score_correction_bias", tree)
   optimizer = optax.masked(optimizer, trained)
@@ -189,21 +204,30 @@ def main() -> None:
 
   params = initial_params(tree, args.seed)
   state = optimizer.init(params)
-  print(f"{weights.count(tree):,} weights, {len(facts)} facts, {len(chat)} chats, {args.steps} steps", flush=True)
-  start = time.time()
+  print(f"{weights.count(tree):,} weights, {len(facts)} facts, {args.steps} steps", flush=True)
+  start = compiled = time.time()
+  losses: list[float] = []
   for step in range(args.steps):
-    batch = next(chat_batches) if step % 3 == 2 else next(plain_batches)
-    params, state, loss = update(params, state, batch)
-    if step < 3 or step % 50 == 49:
-      rate = (time.time() - start) / (step + 1)
+    params, state, loss = update(params, state, next(data[turns[step % len(turns)]]))
+    losses.append(float(loss))
+    if step == len(turns) - 1:
+      print(f"compiled in {time.time() - start:.0f} s", flush=True)
+      compiled = time.time()
+    if step % 40 == 39:
+      rate = (time.time() - compiled) / (step - len(turns) + 1)
       left = rate * (args.steps - step - 1) / 60
-      print(f"step {step + 1}: loss {float(loss):.4f}, {rate:.2f} s a step, {left:.0f} min left", flush=True)
-    if step % 300 == 299 or step == args.steps - 1:
-      scores = [
-        answered(cfg, params, forward, examples, _Pad(length, tokenizer.pad_id))
-        for examples, length in ((plain, short), (held_out, short), (chat, long))
-      ]
-      print("  answered: facts {:.3f}, recall (unseen) {:.3f}, chat {:.3f}".format(*scores), flush=True)
+      means = (np.mean(losses[-40:][i :: len(turns)]) for i in range(len(turns)))
+      by_turn = ", ".join(f"{name} {mean:.3f}" for name, mean in zip(turns, means, strict=True))
+      print(f"step {step + 1}: loss {by_turn}; {rate:.2f} s a step, {left:.0f} min left", flush=True)
+    if step % 400 == 399 or step == args.steps - 1:
+      for name, examples in (
+        ("facts", plain),
+        ("unseen recall", held_out),
+        ("chat", chat),
+        ("thinking", thinking_chat),
+      ):
+        right = answered(params, forward, examples, _Pad(112, tokenizer.pad_id))
+        print(f"  {name}: {right:.3f} answered", flush=True)
       save(args.output, tree, params, config, tokenizer)
   print(f"done in {(time.time() - start) / 60:.1f} min; wrote {args.output}")
 

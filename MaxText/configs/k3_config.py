@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import maxtext
+import omegaconf
 from maxtext.configs import pyconfig
 from maxtext.configs.types import MaxTextConfig
 from pydantic import Field, model_validator
@@ -67,7 +68,7 @@ class K3Config(MaxTextConfig):
 
   @model_validator(mode="after")
   def _check_k3(self) -> "K3Config":
-    for check in (_check_layers, _check_architecture, _check_parallelism, _check_lengths):
+    for check in (_check_layers, _check_architecture, _check_parallelism, _check_lengths, _check_sampling):
       check(self)
     return self
 
@@ -146,6 +147,25 @@ def _check_lengths(c: K3Config) -> None:
     )
 
 
+def _check_sampling(c: K3Config) -> None:
+  strategy = c.decode_sampling_strategy.value
+  if strategy != "greedy" and not c.decode_sampling_temperature > 0:
+    raise ValueError(
+      f"decode_sampling_temperature={c.decode_sampling_temperature} must be positive; for the likeliest token use "
+      "decode_sampling_strategy=greedy"
+    )
+  if strategy in ("topk", "composite") and not 0 < c.decode_sampling_top_k <= c.vocab_size:
+    raise ValueError(
+      f"decode_sampling_strategy={strategy} needs decode_sampling_top_k in 1..{c.vocab_size}, got "
+      f"{c.decode_sampling_top_k}"
+    )
+  if strategy in ("nucleus", "composite") and not 0 < c.decode_sampling_nucleus_p <= 1:
+    raise ValueError(
+      f"decode_sampling_strategy={strategy} needs decode_sampling_nucleus_p in (0, 1], got "
+      f"{c.decode_sampling_nucleus_p}"
+    )
+
+
 def find_config(name: str) -> str:
   """A yml by path, beside the caller, or by bare name among ours.
 
@@ -220,6 +240,15 @@ def _from_release(path: str, given: dict[str, str]) -> dict[str, Any]:
   return values
 
 
+def _in_yml(path: str, key: str) -> Any:
+  """A key's value in a yml of ours or in those that it is based on; None where none of them sets it."""
+  loaded = omegaconf.OmegaConf.load(path)
+  if key in loaded:
+    return loaded[key]
+  base = os.path.join(os.path.dirname(path), loaded.get("base_config", ""))
+  return _in_yml(base, key) if os.path.isfile(base) else None
+
+
 def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
   """Reads a configuration: `argv` = [program, yml, key=value…], as MaxText's own programs take it.
 
@@ -241,7 +270,13 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
     defaults |= {"hardware": "cpu", "skip_jax_distributed_system": True}
   extra = {k: v for k, v in defaults.items() if k not in given}
   if given.get("hf_config"):
-    extra |= _from_release(given["hf_config"], given)
+    values = _from_release(given["hf_config"], given)
+    extra |= values
+    # The yml's lengths suit its own model; a smaller model's limit cuts those that nobody asked for.
+    for key in ("max_target_length", "max_prefill_predict_length"):
+      length = _in_yml(path, key)
+      if key not in given and length and length > values["max_position_embeddings"]:
+        extra[key] = values["max_position_embeddings"]
 
   captured = _ConfigErrors()
   handlers = [h for name in (None, "absl") for h in logging.getLogger(name).handlers]

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from MaxText.configs.model_config import ModelConfig
+from MaxText.errors import UserError
 from MaxText.layers import kda_prefill
 
 
@@ -25,6 +26,8 @@ def model_config(config: Any, platform: str) -> ModelConfig:
   if decode == "auto":
     # The kernel takes heads of 128; a model with others runs the reference step, and says so when it starts.
     decode = "pallas" if platform == "tpu" and head_dim == 128 else "reference"
+  _check_device("kda_prefill_implementation", prefill, "mosaic", platform, head_dim)
+  _check_device("kda_decode_implementation", decode, "pallas", platform, head_dim)
   grouped_matmul = config.grouped_matmul_implementation
   if grouped_matmul == "auto":
     grouped_matmul = "loop" if platform == "cpu" else "ragged_dot"
@@ -72,6 +75,16 @@ def model_config(config: Any, platform: str) -> ModelConfig:
     weight_dtype=jnp.dtype(config.weight_dtype),
     matmul_precision=str(getattr(precision, "value", precision)),
   )
+
+
+def _check_device(key: str, chosen: str, kernel: str, platform: str, head_dim: int) -> None:
+  """Raises `UserError` where a TPU kernel was asked for that can't run here."""
+  if chosen != kernel:
+    return
+  if platform != "tpu":
+    raise UserError(f"{key}={kernel} needs a TPU, and this is a {platform}; use {key}=auto")
+  if head_dim != 128:
+    raise UserError(f"{key}={kernel} takes heads of 128, and kda_head_dim={head_dim}; use {key}=auto")
 
 
 def describe_implementations(cfg: ModelConfig) -> str:

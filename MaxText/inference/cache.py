@@ -88,7 +88,5 @@ def insert(source: DecodeCache, row: jax.Array | int, cache: DecodeCache, slot: 
     one = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=1)
     return jax.lax.dynamic_update_slice(old, one.astype(old.dtype), (0, slot) + (0,) * (old.ndim - 2))
 
-  layers = jax.tree.map(
-    put, source._replace(lengths=source.lengths[None]), cache._replace(lengths=cache.lengths[None])
-  )
+  layers = jax.tree.map(put, source._replace(lengths=source.lengths[None]), cache._replace(lengths=cache.lengths[None]))
   return layers._replace(lengths=layers.lengths[0])

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from kda_decode import kda_decode, reference
 
+from kda_decode import kda_decode, reference
 from MaxText.configs.model_config import ModelConfig
 from MaxText.layers import kda_prefill
 from MaxText.layers.linears import linear_weight, matmul, output_weight
@@ -129,7 +129,7 @@ def prefill(
     reference.l2norm(y[:, :, 1]),
     y[:, :, 2],
     decay,
-    jax.nn.sigmoid(beta.astype(jnp.float32)),
+    checkpoint_name(jax.nn.sigmoid(beta.astype(jnp.float32)), "kda_beta"),
     old,
     valid,
     a_log=w["a_log"],

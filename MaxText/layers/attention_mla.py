@@ -31,7 +31,9 @@ class MlaCache(NamedTuple):
 
 
 def cache_shapes(cfg: ModelConfig, layers: int, slots: int, max_length: int) -> MlaCache:
-  """Shape and dtype of an `MlaCache`."""
+  """Shape and dtype of an `MlaCache`; its length is rounded up to whole key blocks."""
+  if max_length > _KEY_BLOCK:
+    max_length = -(-max_length // _KEY_BLOCK) * _KEY_BLOCK
   return MlaCache(jax.ShapeDtypeStruct((layers, slots, max_length, cfg.mla_cache_width), cfg.dtype))
 
 

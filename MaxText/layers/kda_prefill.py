@@ -4,8 +4,9 @@ import importlib.metadata
 
 import jax
 import jax.numpy as jnp
-from kda_decode import reference
+from jax.ad_checkpoint import checkpoint_name
 
+from kda_decode import reference
 from MaxText.errors import UserError
 
 try:
@@ -74,7 +75,7 @@ def delta_rule(
     # A raw gate this low gives a decay of exactly one: an invalid token neither decays nor (β = 0) writes.
     gate = jnp.where(valid[..., None, None], decay.astype(jnp.float32), -1e9)
   else:
-    gate = reference.log_decay(decay, a_log, dt_bias, gate_lower_bound)
+    gate = checkpoint_name(reference.log_decay(decay, a_log, dt_bias, gate_lower_bound), "kda_log_decay")
     gate = jnp.where(valid[..., None, None], gate, 0.0)
   beta = jnp.where(valid[..., None], beta, 0.0)
 

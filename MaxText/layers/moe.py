@@ -62,9 +62,7 @@ def route(cfg: ModelConfig, w: dict, x: jax.Array) -> tuple[jax.Array, jax.Array
   Returns:
     (experts [N, k] int32, weights [N, k] float32). The correction bias takes part in the choice only.
   """
-  logits = jnp.dot(
-    x.astype(jnp.float32), w["router"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-  )
+  logits = jnp.dot(x.astype(jnp.float32), w["router"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
   scores = jax.nn.sigmoid(logits)
   _, experts = jax.lax.top_k(scores + w["bias"], cfg.num_experts_per_token)
   chosen = jnp.take_along_axis(scores, experts, axis=-1)
@@ -116,12 +114,16 @@ def routed_experts(
 
 def _dense_experts(cfg, w, z, experts, expert_scales, first_expert) -> jax.Array:
   """Every expert on every token, the rest of them weighted with zero: for training a tiny model on a CPU."""
-  wi, wo = (jax.lax.dynamic_slice_in_dim(w[name], first_expert, cfg.num_experts).astype(z.dtype) for name in ("wi", "wo"))
+  latent = z.shape[1]
+  wi, wo = (
+    jax.lax.dynamic_slice_in_dim(w[name], first_expert, cfg.num_experts).astype(z.dtype) for name in ("wi", "wo")
+  )
   scales = jnp.sum(jax.nn.one_hot(experts, cfg.num_experts) * expert_scales[..., None], axis=1)
-  hidden = jnp.einsum("nl,elcf->encf", z, wi, preferred_element_type=jnp.float32).astype(z.dtype)
-  hidden = gated_activation(cfg, hidden[:, :, 0], hidden[:, :, 1])
-  out = jnp.einsum("enf,efl->enl", hidden, wo, preferred_element_type=jnp.float32)
-  return jnp.einsum("enl,ne->nl", out, scales)
+  # Two plain products over all experts side by side: several times faster here than one product an expert, most of
+  # all backwards. The scale moves before the second product, which is linear.
+  hidden = matmul(z, jnp.moveaxis(wi, 0, 1))
+  hidden = gated_activation(cfg, hidden[:, :, 0], hidden[:, :, 1]).astype(jnp.float32) * scales[..., None]
+  return jnp.dot(hidden.reshape(len(z), -1), wo.reshape(-1, latent).astype(jnp.float32))
 
 
 def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, first_expert: jax.Array | int) -> jax.Array:

@@ -1,0 +1,255 @@
+"""The engine: weights on a mesh, and two compiled programs over an explicit state.
+
+prompt ids → `prefill` (chunks) → slots of a `DecodeState` → `generate` (many steps a dispatch) → token ids. Every stage
+takes values and returns values; the state is donated to each step.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from jax.sharding import Mesh
+from maxtext.utils import maxtext_utils
+
+from MaxText import checkpoint, weights
+from MaxText.configs.model_config import ModelConfig
+from MaxText.configs.resolve import model_config
+from MaxText.errors import UserError
+from MaxText.inference.cache import DecodeCache, cache_bytes, cache_shapes, init_cache
+from MaxText.inference.sampling import Sampling, sample
+from MaxText.models import kimi_k3
+
+NO_TOKEN = -1  # what `generate` returns for a row that had stopped
+ASSETS = os.path.join(os.path.dirname(__file__), "..", "assets")
+_V7X_DEVICE_BYTES = int(94.7 * 2**30)  # usable HBM of one of a v7x chip's two devices
+_SMALLEST_CHUNK = 16
+
+
+class DecodeState(NamedTuple):
+  """Everything that changes from step to step. B slots.
+
+  Attributes:
+    cache: the model's state.
+    tokens: [B] int32, each slot's last token: chosen, not yet seen by the model.
+    active: [B] bool, slots that go on.
+    remaining: [B] int32, tokens that a slot may still choose.
+    keys: [B] PRNG keys of the slots' samplers.
+  """
+
+  cache: DecodeCache
+  tokens: jax.Array
+  active: jax.Array
+  remaining: jax.Array
+  keys: jax.Array
+
+
+class Engine:
+  """One model on one mesh.
+
+  Attributes:
+    cfg: the frozen architecture.
+    mesh: MaxText's device mesh.
+    params: the weights.
+    sampling: how tokens are chosen.
+    stop_ids: ids after which a sequence ends.
+  """
+
+  def __init__(
+    self,
+    cfg: ModelConfig,
+    mesh: Mesh,
+    params: dict[str, Any],
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    chunk_size: int,
+    steps_per_dispatch: int,
+  ):
+    self.cfg, self.mesh, self.params, self.sampling = cfg, mesh, params, sampling
+    self.stop_ids = tuple(sorted(stop_ids))
+    self.chunk_size = chunk_size
+    self.steps_per_dispatch = steps_per_dispatch
+    self._prefill = jax.jit(partial(_prefill_chunk, cfg), donate_argnums=(3, 4))
+    self._start = jax.jit(partial(_start, sampling, self.stop_ids), donate_argnums=(0,))
+    self._generate = jax.jit(partial(_generate, cfg, sampling, self.stop_ids, steps_per_dispatch), donate_argnums=(1,))
+    self._compiled: dict[tuple[int, ...], Any] = {}
+
+  def compile(self, slots: int, max_length: int, longest: int) -> None:
+    """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
+    cache = cache_shapes(self.cfg, slots, max_length)
+    logits = jax.ShapeDtypeStruct((slots, self.cfg.vocab_size), jnp.float32)
+    length = jax.ShapeDtypeStruct((slots,), jnp.int32)
+    for chunk in sorted(set(self.chunk_lengths(longest))):
+      tokens = jax.ShapeDtypeStruct((slots, chunk), jnp.int32)
+      lowered = self._prefill.lower(self.params, tokens, length, logits, cache)
+      self._compiled[(*_cache_size(cache), chunk)] = lowered.compile()
+    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((slots,), jnp.uint32))
+    state = jax.eval_shape(self._start, cache, logits, length, keys)
+    self._compiled[_cache_size(cache)] = self._generate.lower(self.params, state).compile()
+
+  def init_cache(self, slots: int, max_length: int) -> DecodeCache:
+    return init_cache(self.cfg, slots, max_length)
+
+  def chunk_lengths(self, longest: int) -> list[int]:
+    """Sizes of the chunks that a prompt of `longest` tokens is prefilled in: full ones, then a power of two."""
+    full, rest = divmod(longest, self.chunk_size)
+    last = [min(self.chunk_size, max(_SMALLEST_CHUNK, 1 << (rest - 1).bit_length()))] if rest else []
+    return [self.chunk_size] * full + last
+
+  def prefill(self, prompts: Sequence[Sequence[int]], cache: DecodeCache) -> tuple[jax.Array, DecodeCache]:
+    """Feeds each prompt to its slot, chunk by chunk.
+
+    Args:
+      prompts: ids for the first len(prompts) slots, none empty; further slots stay idle.
+      cache: donated.
+
+    Returns:
+      (logits after each prompt's last token [B, V] float32, cache).
+    """
+    slots = cache.lengths.shape[0]
+    length = np.zeros(slots, np.int32)
+    length[: len(prompts)] = [len(p) for p in prompts]
+    logits = jnp.zeros((slots, self.cfg.vocab_size), jnp.float32)
+    done = 0
+    for chunk in self.chunk_lengths(int(length.max())):
+      tokens = np.zeros((slots, chunk), np.int32)
+      for row, prompt in enumerate(prompts):
+        part = prompt[done : done + chunk]
+        tokens[row, : len(part)] = part
+      in_chunk = np.clip(length - done, 0, chunk).astype(np.int32)
+      program = self._compiled.get((*_cache_size(cache), chunk), self._prefill)
+      logits, cache = program(self.params, tokens, in_chunk, logits, cache)
+      done += chunk
+    return logits, cache
+
+  def start(self, logits: jax.Array, cache: DecodeCache, remaining: np.ndarray, seeds: np.ndarray) -> DecodeState:
+    """Chooses each slot's first token after its prompt.
+
+    Args:
+      logits: [B, V], from `prefill`.
+      cache: donated.
+      remaining: [B] int32, tokens each slot may choose in all; 0 for an idle slot.
+      seeds: [B] int, of the samplers.
+    """
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+    return self._start(cache, logits, jnp.asarray(remaining, jnp.int32), keys)
+
+  def generate(self, state: DecodeState) -> tuple[jax.Array, DecodeState]:
+    """Up to `steps_per_dispatch` steps in one call of a compiled program; it ends early when no slot is active.
+
+    Returns:
+      (tokens [steps, B] int32, `NO_TOKEN` where a slot had stopped; state). The state given is donated.
+    """
+    return self._compiled.get(_cache_size(state.cache), self._generate)(self.params, state)
+
+
+def _cache_size(cache: DecodeCache) -> tuple[int, int]:
+  """(slots, positions)."""
+  return cache.lengths.shape[0], cache.mla.latent.shape[2]
+
+
+def _prefill_chunk(cfg, params, tokens, length, logits, cache):
+  new, cache = kimi_k3.prefill(cfg, params, tokens, length, cache)
+  return jnp.where((length > 0)[:, None], new, logits), cache
+
+
+def _goes_on(stop_ids, tokens, remaining):
+  stopped = jnp.zeros(tokens.shape, bool)
+  for stop in stop_ids:
+    stopped |= tokens == stop
+  return ~stopped & (remaining > 0)
+
+
+def _start(sampling, stop_ids, cache, logits, remaining, keys) -> DecodeState:
+  tokens = sample(sampling, logits, keys, cache.lengths)
+  left = remaining - 1
+  return DecodeState(cache, tokens, (remaining > 0) & _goes_on(stop_ids, tokens, left), left, keys)
+
+
+def _generate(cfg, sampling, stop_ids, steps, params, state: DecodeState) -> tuple[jax.Array, DecodeState]:
+  def go_on(carry):
+    i, state, _ = carry
+    return (i < steps) & jnp.any(state.active)
+
+  def step(carry):
+    i, state, out = carry
+    logits, cache = kimi_k3.decode_step(cfg, params, state.tokens, state.active, state.cache)
+    tokens = sample(sampling, logits, state.keys, cache.lengths)
+    left = state.remaining - state.active
+    out = out.at[i].set(jnp.where(state.active, tokens, NO_TOKEN))
+    active = state.active & _goes_on(stop_ids, tokens, left)
+    return i + 1, DecodeState(cache, jnp.where(state.active, tokens, state.tokens), active, left, state.keys), out
+
+  out = jnp.full((steps, state.tokens.shape[0]), NO_TOKEN, jnp.int32)
+  _, state, out = jax.lax.while_loop(go_on, step, (0, state, out))
+  return out, state
+
+
+def checkpoint_directory(config: Any) -> str:
+  """`load_parameters_path` as given, or among the checkpoints that ship with the project.
+
+  Raises:
+    UserError: it isn't set.
+  """
+  path = config.load_parameters_path
+  if not path:
+    raise UserError("load_parameters_path is not set: name the directory of a checkpoint in the released layout")
+  if not os.path.exists(path) and os.path.isdir(os.path.join(ASSETS, path)):
+    return os.path.normpath(os.path.join(ASSETS, path))
+  return path
+
+
+def _memory() -> int:
+  """Bytes that all devices can still hold; on a CPU, of the host's memory."""
+  devices = jax.devices()
+  if devices[0].platform == "cpu":
+    return psutil.virtual_memory().available
+  return sum(stats["bytes_limit"] - stats["bytes_in_use"] for d in devices if (stats := d.memory_stats()))
+
+
+def _gib(count: int) -> str:
+  return f"{count / 2**30:,.1f} GiB"
+
+
+def check_fits(config: Any, cfg: ModelConfig, slots: int, max_length: int) -> None:
+  """Raises `UserError` where weights and state are more than the devices hold: what is needed, what was found."""
+  weight_bytes = weights.nbytes(kimi_k3.weight_tree(cfg), cfg.weight_dtype)
+  state_bytes = cache_bytes(cfg, slots, max_length)
+  needed, found = weight_bytes + state_bytes, _memory()
+  if needed > found:
+    devices = jax.devices()
+    raise UserError(
+      f"this model needs {weight_bytes:,} bytes ({_gib(weight_bytes)}) of weights in {config.weight_dtype} and "
+      f"{_gib(state_bytes)} of state for {slots} sequence(s) of {max_length} tokens, that is at least "
+      f"{math.ceil(needed / _V7X_DEVICE_BYTES)} TPU v7x devices of {_gib(_V7X_DEVICE_BYTES)}; found {len(devices)} "
+      f"{devices[0].device_kind} device(s) with {_gib(found)}"
+    )
+
+
+def load_engine(config: Any, stop_ids: Sequence[int], slots: int, max_length: int) -> Engine:
+  """Builds the engine of a configuration: mesh, checks, weights.
+
+  Raises:
+    UserError: it doesn't fit, there is no checkpoint, or the checkpoint is not what the configuration describes.
+  """
+  cfg = model_config(config, jax.devices()[0].platform)
+  check_fits(config, cfg, slots, max_length)
+  directory = checkpoint_directory(config)
+  mesh = Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
+  tree = kimi_k3.weight_tree(cfg)
+  shardings = weights.shardings(tree, mesh, config.logical_axis_rules)
+  params = checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.weight_dtype, shardings)
+  return Engine(
+    cfg,
+    mesh,
+    params,
+    Sampling.from_config(config),
+    stop_ids,
+    config.prefill_chunk_size,
+    config.decode_steps_per_dispatch,
+  )
