@@ -183,10 +183,11 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
 
 def main(argv: Sequence[str]) -> None:
   config = initialize(argv)
-  texts = read_prompts(config)
-  slots = max(len(texts), int(config.per_device_batch_size * jax.device_count()))
-  # What can't fit is said before anything is read.
+  slots = max(1, int(config.per_device_batch_size * jax.device_count()))
+  # What can't fit is said before anything else is asked for.
   check_fits(config, model_config(config, jax.devices()[0].platform), slots, config.max_target_length)
+  texts = read_prompts(config)
+  slots = max(slots, len(texts))
   tokenizer = load_tokenizer(config)
   prompts = [encode_prompt(config, tokenizer, text) for text in texts]
   started = time.perf_counter()

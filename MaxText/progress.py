@@ -3,15 +3,13 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 from tqdm import tqdm
 
-T = TypeVar("T")
 _LOG_SECONDS = 15.0
 
 
-def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+def progress[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
   """Yields `items`, showing how many of `total` are done on stderr. Work of a moment shows nothing in a log."""
   if sys.stderr.isatty():
     yield from tqdm(items, total=total, desc=what, leave=False, delay=0.5)

@@ -120,7 +120,7 @@ def test_perplexity_is_that_of_the_formula():
 
 
 def test_the_full_model_says_what_it_needs_in_one_line(tmp_path):
-  result = program("decode.py", "kimi-k3.yml", "prompt=hi", cwd=tmp_path)
+  result = program("decode.py", "kimi-k3.yml", cwd=tmp_path)
   assert result.returncode == 2
   assert result.stdout == ""
   (line,) = result.stderr.splitlines()

@@ -72,37 +72,13 @@ _FIXED = {
 }
 
 # Fields that say nothing about the arithmetic of the text model.
-_IRRELEVANT = frozenset(
-  [
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "initializer_range",
-    "model_max_length",
-    "use_grouped_topk",
-    "quantization_config",
-    "head_dim",
-    "rope_theta",
-    "rope_scaling",
-    "_name_or_path",
-    "ignore_index",
-    "vision_config",
-    "text_config",
-    "media_placeholder_token_id",
-    "image_placeholder",
-    "media_placeholder",
-    "attention_dropout",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-  ]
-)
+_IRRELEVANT = frozenset([
+  "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
+  "transformers_version", "use_cache", "initializer_range", "model_max_length", "use_grouped_topk",
+  "quantization_config", "head_dim", "rope_theta", "rope_scaling", "_name_or_path", "ignore_index", "vision_config",
+  "text_config", "media_placeholder_token_id", "image_placeholder", "media_placeholder", "attention_dropout",
+  "output_attentions", "output_hidden_states", "return_dict",
+])  # fmt: skip
 
 
 def _lookup(config: dict, path: str) -> Any:

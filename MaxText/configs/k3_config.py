@@ -202,8 +202,11 @@ class _ConfigErrors(logging.Filter):
 
 def _one_line(text: str) -> str:
   """A pydantic report -> its first message, with the field's name."""
-  pattern = r"validation errors? for \w+\n(?:(?P<field>\S+)\n)?\s+(?P<message>.*?) \[type=\w+, input_value=(?P<given>.*?), input"
-  match = re.search(pattern, text)
+  match = re.search(
+    r"validation errors? for \w+\n(?:(?P<field>\S+)\n)?"
+    r"\s+(?P<message>.*?) \[type=\w+, input_value=(?P<given>.*?), input",
+    text,
+  )
   if not match:
     return text.splitlines()[0] if text else "the configuration could not be read"
   message = match["message"].removeprefix("Value error, ")

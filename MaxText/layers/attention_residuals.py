@@ -1,8 +1,8 @@
 """AttnRes: each sublayer reads a softmax mixture of the running stream and the snapshots sealed before it.
 
-The stream P is the sum of sublayer outputs since the last seal. Layer L (from zero) with L mod block_size = 0 seals P as
-a snapshot after its attention has read its mixture. It is local to a token, so decoding keeps no cache of it. Without
-`attn_res_block_size` the same functions give ordinary residuals.
+The stream P is the sum of sublayer outputs since the last seal. Layer L (from zero) with L mod block_size = 0 seals P
+as a snapshot after its attention has read its mixture. It is local to a token, so decoding keeps no cache of it.
+Without `attn_res_block_size` the same functions give ordinary residuals.
 
 Every function takes the layer's index as a number or a traced scalar, and so serves a loop and an unrolled model alike.
 """
