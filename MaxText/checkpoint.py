@@ -9,14 +9,14 @@ import os
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy, which safetensors relies on)
+import ml_dtypes  # also registers bfloat16 with numpy, which safetensors relies on
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from MaxText import mxfp4
+from MaxText import mxfp4, quantization
 from MaxText.errors import UserError
 from MaxText.progress import progress
-from MaxText.weights import Source, Stack, WeightTree, is_stack
+from MaxText.weights import Source, Stack, Storage, Weight, WeightTree, is_stack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -119,10 +119,21 @@ class ReleasedCheckpoint:
     names = self.tensors_of(prefix, source)
     if len(names) == 1:
       return self._get(names[0])
-    try:
-      return mxfp4.unpack(*map(self._get, names))
-    except ValueError as error:
-      raise UserError(f"{names[0]} in {self.directory}: {error}") from error
+    return mxfp4.unpack(*self.read_packed(prefix, source))
+
+  def read_packed(self, prefix: str, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """A source's packed values [out, in / 2] and scales [out, in / 32], both uint8.
+
+    Raises:
+      UserError: it isn't packed, or a scale is NaN.
+    """
+    names = self.tensors_of(prefix, source)
+    if len(names) == 1:
+      raise UserError(f"{names[0]} in {self.directory} isn't packed: weight_format=mxfp4 needs MXFP4 experts")
+    packed, scale = map(self._get, names)
+    if np.any(scale == mxfp4.NAN_SCALE):
+      raise UserError(f"{names[1]} in {self.directory} holds {mxfp4.NAN_SCALE}, which is NaN")
+    return packed, scale
 
   def check(self, tree: WeightTree) -> None:
     """Compares all names and shapes with a model's declarations, reading no values.
@@ -141,33 +152,64 @@ class ReleasedCheckpoint:
       raise UserError(f"{self.directory} holds {unknown[0]}{more}, which this configuration has no place for")
 
 
-def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, weight_dtype: Any, shardings: Any) -> dict[str, Any]:
-  """Reads a checkpoint into parameters: arrays in the shape of `tree`, each device filled with its own part.
+def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, storage: Storage, shardings: Any) -> dict[str, Any]:
+  """Reads a checkpoint into parameters in the shape of `tree`, each device filled with its own part.
+
+  Packed experts are kept as they are under `weight_format=mxfp4`, and decoded under the others.
 
   Args:
-    weight_dtype: of all weights but those declared float32.
-    shardings: a `NamedSharding` for each weight.
+    storage: dtype and format to hold the weights in.
+    shardings: `weights.shardings` of the same tree and storage.
 
   Raises:
-    UserError: see `ReleasedCheckpoint.check`.
+    UserError: see `ReleasedCheckpoint.check`; or a weight to be kept packed isn't.
   """
   checkpoint.check(tree)
 
-  def one(stack: Stack, sharding) -> jax.Array:
-    dtype = stack.dtype(weight_dtype)
+  def one(stack: Stack, sharding: Any) -> Any:
+    def whole(prefix: str) -> tuple[np.ndarray, ...]:
+      """One instance: (values,) or (values, scales)."""
+      if stack.form(storage) is quantization.MXFP4:
+        return _packed(checkpoint, prefix, stack.weight)
+      value = stack.weight.from_release(*(checkpoint.read(prefix, source) for source in stack.weight.sources))
+      if stack.form(storage) is quantization.BlockFP8:
+        values, scales = quantization.quantize_block_fp8(value.astype(np.float32).reshape(stack.weight.matrix_shape))
+        return values.reshape(stack.weight.shape), scales
+      return (value.astype(stack.dtype(storage)),)
 
-    def instance(prefix: str) -> np.ndarray:
-      weight = stack.weight
-      tensors = (checkpoint.read(prefix, source) for source in weight.sources)
-      return weight.from_release(*tensors).astype(dtype)
+    scales_of: dict[str, np.ndarray] = {}  # read with the values, placed after them
 
-    def fill(index: tuple[slice, ...]) -> np.ndarray:
-      if not stack.stacked:
-        return instance(stack.prefixes[0])[index]
-      return np.stack([instance(prefix)[index[1:]] for prefix in stack.prefixes[index[0]]])
+    def values(prefix: str) -> np.ndarray:
+      value, *scales = whole(prefix)
+      if scales:
+        scales_of[prefix] = scales[0]
+      return value
 
-    return jax.make_array_from_callback(stack.shape, sharding, fill)
+    def scales(prefix: str) -> np.ndarray:
+      return scales_of[prefix] if prefix in scales_of else whole(prefix)[1]
+
+    def place(array: jax.ShapeDtypeStruct, sharding, read) -> jax.Array:
+      def fill(index: tuple[slice, ...]) -> np.ndarray:
+        if not stack.stacked:
+          return read(stack.prefixes[0])[index]
+        return np.stack([read(prefix)[index[1:]] for prefix in stack.prefixes[index[0]]])
+
+      return jax.make_array_from_callback(array.shape, sharding, fill)
+
+    arrays, form = stack.arrays(storage), stack.form(storage)
+    if form is None:
+      return place(arrays, sharding, values)
+    return form(place(arrays.values, sharding.values, values), place(arrays.scales, sharding.scales, scales))
 
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_stack)
-  pairs = zip(leaves, jax.tree.leaves(shardings), strict=True)
+  pairs = zip(leaves, structure.flatten_up_to(shardings), strict=True)
   return jax.tree.unflatten(structure, [one(*pair) for pair in progress(pairs, len(leaves), "reading weights")])
+
+
+def _packed(checkpoint: ReleasedCheckpoint, prefix: str, weight: Weight) -> tuple[np.ndarray, np.ndarray]:
+  """A weight's 4-bit values and scales, rearranged to inputs first without being decoded."""
+  pairs = [checkpoint.read_packed(prefix, source) for source in weight.sources]
+  values = weight.arrange(*(mxfp4.nibbles(packed) for packed, _ in pairs)).reshape(weight.shape)
+  scales = weight.arrange(*(scale for _, scale in pairs))
+  outputs = weight.shape[weight.in_dims :]
+  return np.ascontiguousarray(values).view(ml_dtypes.float4_e2m1fn), scales.reshape(-1, *outputs)

@@ -9,8 +9,14 @@ import ml_dtypes
 import numpy as np
 
 GROUP = 32
+NAN_SCALE = 255
 _MAX = 6.0  # the largest magnitude of E2M1
 _MAX_EXPONENT = 2  # 6 = 1.5 · 2²
+
+
+def nibbles(packed: np.ndarray) -> np.ndarray:
+  """[out, in / 2] uint8 -> [out, in] uint8, one 4-bit code each."""
+  return np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
 
 
 def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -25,10 +31,9 @@ def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
   """
   if packed.shape[0] != scale.shape[0] or packed.shape[1] * 2 != scale.shape[1] * GROUP:
     raise ValueError(f"weight_packed {packed.shape} and weight_scale {scale.shape} don't belong together")
-  if np.any(scale == 255):
-    raise ValueError("weight_scale holds 255, which is NaN")
-  nibbles = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
-  values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+  if np.any(scale == NAN_SCALE):
+    raise ValueError(f"weight_scale holds {NAN_SCALE}, which is NaN")
+  values = nibbles(packed).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
   scales = scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
   return (values.reshape(*scale.shape, GROUP) * scales[..., None]).reshape(values.shape)
 
@@ -41,8 +46,8 @@ def pack(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   groups = w.astype(np.float32).reshape(w.shape[0], -1, GROUP)
   exponent = np.asarray(_shared_exponent(jnp.asarray(groups)))
   scaled = np.clip(groups / np.exp2(exponent)[..., None], -_MAX, _MAX)
-  nibbles = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(w.shape)
-  return nibbles[:, 0::2] | nibbles[:, 1::2] << 4, (exponent + 127).astype(np.uint8)
+  codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(w.shape)
+  return codes[:, 0::2] | codes[:, 1::2] << 4, (exponent + 127).astype(np.uint8)
 
 
 def _shared_exponent(groups: jax.Array) -> jax.Array:

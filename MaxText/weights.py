@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from MaxText import mxfp4, quantization
 from MaxText.errors import UserError
 
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
@@ -63,6 +64,8 @@ class Weight:
     assemble: the released tensors as numpy arrays -> an array of `shape`. Default: one matrix, transposed to
       [in, out] and folded to `shape`.
     disassemble: the inverse, for export. Default: the inverse of the default `assemble`.
+    in_dims: how many leading dimensions are inputs, where the weight is a matrix.
+    formats: `weight_format`s that quantise it; under the others it stays plain.
     float32: True where the release stores, and the arithmetic wants, float32 whatever `weight_dtype` says.
   """
 
@@ -72,23 +75,47 @@ class Weight:
   init: Initializer
   assemble: Callable[..., np.ndarray] | None = None
   disassemble: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
+  in_dims: int = 1
+  formats: tuple[str, ...] = ()
   float32: bool = False
 
   def __post_init__(self):
     if len(self.shape) != len(self.axes):
       raise ValueError(f"{self.sources[0].name}: {len(self.axes)} logical axes for shape {self.shape}")
 
+  @property
+  def matrix_shape(self) -> tuple[int, int]:
+    """(I, O): inputs and outputs flattened."""
+    return math.prod(self.shape[: self.in_dims]), math.prod(self.shape[self.in_dims :])
+
   def from_release(self, *tensors: np.ndarray) -> np.ndarray:
+    return self.arrange(*tensors).reshape(self.shape)
+
+  def arrange(self, *tensors: np.ndarray) -> np.ndarray:
+    """Inputs first, the sources side by side; not yet folded. Serves values and their scales alike."""
     if self.assemble is not None:
-      return self.assemble(*tensors).reshape(self.shape)
+      return self.assemble(*tensors)
     (tensor,) = tensors
-    return (tensor.T if tensor.ndim == 2 else tensor).reshape(self.shape)
+    return tensor.T if tensor.ndim == 2 else tensor
 
   def to_release(self, value: np.ndarray) -> tuple[np.ndarray, ...]:
     if self.disassemble is not None:
       return self.disassemble(value)
     (source,) = self.sources
     return (value.reshape(source.shape[::-1]).T if len(source.shape) == 2 else value.reshape(source.shape),)
+
+
+@dataclass(frozen=True)
+class Storage:
+  """How a model's weights are held.
+
+  Attributes:
+    dtype: of all plain weights but those declared float32.
+    format: one of `quantization.FORMATS`; it quantises the weights whose declaration names it.
+  """
+
+  dtype: Any
+  format: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -117,8 +144,30 @@ class Stack:
   def logical_axes(self) -> tuple[str | None, ...]:
     return (self.axis, *self.weight.axes) if self.stacked else self.weight.axes
 
-  def dtype(self, weight_dtype: Any) -> jnp.dtype:
-    return jnp.dtype(jnp.float32 if self.weight.float32 else weight_dtype)
+  def dtype(self, storage: Storage) -> jnp.dtype:
+    """Of the weight while it is plain."""
+    return jnp.dtype(jnp.float32 if self.weight.float32 else storage.dtype)
+
+  def form(self, storage: Storage) -> type[quantization.Quantized] | None:
+    """The quantised form that the weight takes, or None for a plain array."""
+    if storage.format not in self.weight.formats:
+      return None
+    return {"block_fp8": quantization.BlockFP8, "mxfp4": quantization.MXFP4}[storage.format]
+
+  def arrays(self, storage: Storage) -> Any:
+    """What the weight is held in: a `ShapeDtypeStruct`, or a quantised weight of two of them."""
+    form = self.form(storage)
+    if form is None:
+      return jax.ShapeDtypeStruct(self.shape, self.dtype(storage))
+    lead = self.shape[:1] if self.stacked else ()
+    inputs, outputs = self.weight.matrix_shape
+    if form is quantization.BlockFP8:
+      scales = jax.ShapeDtypeStruct(
+        (*lead, -(-inputs // quantization.BLOCK), -(-outputs // quantization.BLOCK)), jnp.float32
+      )
+      return form(jax.ShapeDtypeStruct(self.shape, jnp.float8_e4m3fn), scales)
+    scales = jax.ShapeDtypeStruct((*lead, inputs // mxfp4.GROUP, *self.weight.shape[self.weight.in_dims :]), jnp.uint8)
+    return form(jax.ShapeDtypeStruct(self.shape, jnp.float4_e2m1fn), scales)
 
 
 WeightTree = Mapping[str, Any]  # nested mappings whose leaves are Stacks
@@ -164,14 +213,16 @@ def partition_spec(axes: tuple[str | None, ...], rules: Any, name: str) -> Parti
   return PartitionSpec(*spec)
 
 
-def shardings(tree: WeightTree, mesh: Mesh, rules: Any) -> dict[str, Any]:
-  """A `NamedSharding` for each weight. Mesh axes of the rules that this mesh lacks count as size 1.
+def shardings(tree: WeightTree, mesh: Mesh, rules: Any, storage: Storage) -> dict[str, Any]:
+  """A `NamedSharding` for each array of each weight. Mesh axes of the rules that this mesh lacks count as size 1.
+
+  Scales of a quantised weight are split along the stacked axis as its values are, and else replicated: they are small.
 
   Raises:
     UserError: a dimension that its mesh axes don't divide, or see `partition_spec`.
   """
 
-  def one(stack: Stack) -> NamedSharding:
+  def one(stack: Stack) -> Any:
     name = stack.weight.sources[0].name
     # Axes of size 1 shard nothing; leaving them out lets two dimensions share a rule that only a larger mesh splits.
     live = [
@@ -183,29 +234,25 @@ def shardings(tree: WeightTree, mesh: Mesh, rules: Any) -> dict[str, Any]:
       ways = math.prod(mesh.shape[a] for a in mesh_axes or ())
       if size % ways:
         raise UserError(f"{name}: {logical!r} of size {size} can't be split {ways} ways over {mesh_axes}")
-    return NamedSharding(mesh, spec)
+    form = stack.form(storage)
+    values = NamedSharding(mesh, spec)
+    return values if form is None else form(values, NamedSharding(mesh, PartitionSpec(*spec[: int(stack.stacked)])))
 
   return map_weights(one, tree)
 
 
-def abstract(tree: WeightTree, weight_dtype: Any, sharding_tree: Any = None) -> dict[str, Any]:
-  """`ShapeDtypeStruct`s, with shardings where given: for compiling without weights."""
-  if sharding_tree is None:
-    return map_weights(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype(weight_dtype)), tree)
-  return jax.tree.map(
-    lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype(weight_dtype), sharding=sharding),
-    tree,
-    sharding_tree,
-    is_leaf=is_stack,
-  )
+def abstract(tree: WeightTree, storage: Storage) -> dict[str, Any]:
+  """`ShapeDtypeStruct`s of all parameters: for compiling without weights."""
+  return map_weights(lambda s: s.arrays(storage), tree)
 
 
 def initialize(tree: WeightTree, key: jax.Array, weight_dtype: Any) -> dict[str, Any]:
-  """Random weights, each by its declared initialiser, from one key."""
+  """Random plain weights, each by its declared initialiser, from one key."""
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_stack)
   keys = jax.random.split(key, len(leaves))
   return jax.tree.unflatten(
-    structure, [s.weight.init(k, s.shape).astype(s.dtype(weight_dtype)) for s, k in zip(leaves, keys, strict=True)]
+    structure,
+    [s.weight.init(k, s.shape).astype(s.dtype(Storage(weight_dtype))) for s, k in zip(leaves, keys, strict=True)],
   )
 
 
@@ -214,7 +261,7 @@ def count(tree: WeightTree) -> int:
   return sum(math.prod(s.shape) for s in jax.tree.leaves(tree, is_leaf=is_stack))
 
 
-def nbytes(tree: WeightTree, weight_dtype: Any) -> int:
-  """Bytes of all weights at their dtypes."""
-  leaves = jax.tree.leaves(tree, is_leaf=is_stack)
-  return sum(math.prod(s.shape) * s.dtype(weight_dtype).itemsize for s in leaves)
+def nbytes(tree: WeightTree, storage: Storage) -> int:
+  """Bytes of all parameters as they are held on a TPU, where two 4-bit values share a byte."""
+  arrays = jax.tree.leaves(abstract(tree, storage))
+  return sum(math.ceil(a.size * jnp.finfo(a.dtype).bits / 8) if a.dtype != jnp.uint8 else a.size for a in arrays)

@@ -84,8 +84,10 @@ def test_answers_questions_in_a_chat_with_and_without_thinking(engine, tokenizer
     assert np.mean(right) >= 0.95
 
 
-def test_answers_in_bfloat16(tokenizer):
-  config = initialize(["test", "kimi-k3-tiny.yml", "dtype=bfloat16", "weight_dtype=bfloat16"])
+@pytest.mark.parametrize("storage", [("dtype=bfloat16", "weight_dtype=bfloat16"), ("weight_format=block_fp8",),
+                                     ("weight_format=mxfp4",)])  # fmt: skip
+def test_answers_in_every_format(storage, tokenizer):
+  config = initialize(["test", "kimi-k3-tiny.yml", *storage])
   engine = load_engine(config, tokenizer.stop_ids, 8, MAX_LENGTH)
   prompts = [tokenizer.encode(f.prompt) for f in FACTS]
   ids = [x for i in range(0, len(FACTS), 8) for x in generate(engine, prompts[i : i + 8], slots=8)]
@@ -167,9 +169,8 @@ def test_the_checkpoint_is_small_and_in_the_released_layout(config):
   from_release = initialize(["test", "kimi-k3.yml", f"hf_config={directory}"])
   cfg = model_config(from_release, "cpu")
   released.check(kimi_k3.weight_tree(cfg))
-  assert dataclasses.replace(cfg, dtype=None, weight_dtype=None, rolled=True) == dataclasses.replace(
-    model_config(config, "cpu"), dtype=None, weight_dtype=None, rolled=True
-  )
+  ours = model_config(config, "cpu")
+  assert dataclasses.replace(cfg, dtype=ours.dtype, storage=ours.storage, rolled=ours.rolled) == ours
   assert cfg.num_layers >= 13
   assert cfg.num_experts >= 16
   assert cfg.num_experts_per_token == 4

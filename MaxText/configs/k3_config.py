@@ -55,6 +55,9 @@ class K3Config(MaxTextConfig):
   )
   kda_decode_implementation: str = Field("auto", description=", ".join(KDA_DECODE_IMPLEMENTATIONS))
   grouped_matmul_implementation: str = Field("auto", description=f"auto, {', '.join(moe.GROUPED_MATMULS)}.")
+  weight_format: Literal["plain", "block_fp8", "mxfp4"] = Field(
+    "plain", description="How large weights are held: in weight_dtype, in block-FP8, or experts packed as released."
+  )
   # Decoding
   prompt_file: str = Field("", description="A file with one prompt a line, decoded as one batch.")
   prefill_chunk_size: int = Field(512, description="Tokens of a prompt that are prefilled at a time.", gt=0)

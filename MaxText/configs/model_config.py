@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from MaxText.weights import Storage
+
 AttentionKind = Literal["kda", "mla"]
 FeedForwardKind = Literal["dense", "moe"]
 
@@ -53,7 +55,7 @@ class ModelConfig:
   # Running
   rolled: bool
   dtype: Any
-  weight_dtype: Any
+  storage: Storage
   matmul_precision: str
 
   @property

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from MaxText.configs.model_config import ModelConfig
 from MaxText.errors import UserError
 from MaxText.layers import kda_prefill
+from MaxText.weights import Storage
 
 
 def model_config(config: Any, platform: str) -> ModelConfig:
@@ -32,6 +33,10 @@ def model_config(config: Any, platform: str) -> ModelConfig:
   if grouped_matmul == "auto":
     grouped_matmul = "loop" if platform == "cpu" else "ragged_dot"
   mla = set(config.full_attn_layers)  # both lists of the release count from one
+  if config.weight_format != "plain" and grouped_matmul != "loop":
+    raise UserError(
+      f"weight_format={config.weight_format} is served by grouped_matmul_implementation=loop, not {grouped_matmul}"
+    )
   layers = tuple(
     ("mla" if i + 1 in mla else "kda", "dense" if i < config.first_num_dense_layers else "moe")
     for i in range(config.num_decoder_layers)
@@ -72,7 +77,7 @@ def model_config(config: Any, platform: str) -> ModelConfig:
     attn_res_block_size=config.attn_res_block_size,
     rolled=config.scan_layers,
     dtype=jnp.dtype(config.dtype),
-    weight_dtype=jnp.dtype(config.weight_dtype),
+    storage=Storage(jnp.dtype(config.weight_dtype), config.weight_format),
     matmul_precision=str(getattr(precision, "value", precision)),
   )
 
@@ -89,7 +94,9 @@ def _check_device(key: str, chosen: str, kernel: str, platform: str, head_dim: i
 
 def describe_implementations(cfg: ModelConfig) -> str:
   """One line for the start of a program: which implementation each kernel uses."""
+  storage = str(cfg.storage.dtype) + ("" if cfg.storage.format == "plain" else f" and {cfg.storage.format}")
   return (
-    f"KDA prefill: {cfg.kda_prefill_implementation} (tokamax), KDA decode: {cfg.kda_decode_implementation}, "
-    f"experts: {cfg.grouped_matmul_implementation}, layers: {'rolled' if cfg.rolled else 'unrolled'}"
+    f"KDA prefill: {cfg.kda_prefill_implementation} (tokamax), "
+    f"KDA decode: {cfg.kda_decode_implementation}, experts: {cfg.grouped_matmul_implementation}, "
+    f"layers: {'rolled' if cfg.rolled else 'unrolled'}, weights: {storage}"
   )

@@ -218,14 +218,15 @@ def _gib(count: int) -> str:
 
 def check_fits(config: Any, cfg: ModelConfig, slots: int, max_length: int) -> None:
   """Raises `UserError` where weights and state are more than the devices hold: what is needed, what was found."""
-  weight_bytes = weights.nbytes(kimi_k3.weight_tree(cfg), cfg.weight_dtype)
+  weight_bytes = weights.nbytes(kimi_k3.weight_tree(cfg), cfg.storage)
   state_bytes = cache_bytes(cfg, slots, max_length)
   needed, found = weight_bytes + state_bytes, _memory()
   if needed > found:
     devices = jax.devices()
     raise UserError(
-      f"this model needs {weight_bytes:,} bytes ({_gib(weight_bytes)}) of weights in {config.weight_dtype} and "
-      f"{_gib(state_bytes)} of state for {slots} sequence(s) of {max_length} tokens, that is at least "
+      f"this model needs {weight_bytes:,} bytes ({_gib(weight_bytes)}) of weights ({cfg.storage.dtype}, weight_format="
+      f"{cfg.storage.format}) and {_gib(state_bytes)} of state for {slots} sequence(s) of {max_length} tokens, that is "
+      "at least "
       f"{math.ceil(needed / _V7X_DEVICE_BYTES)} TPU v7x devices of {_gib(_V7X_DEVICE_BYTES)}; found {len(devices)} "
       f"{devices[0].device_kind} device(s) with {_gib(found)}"
     )
@@ -242,8 +243,8 @@ def load_engine(config: Any, stop_ids: Sequence[int], slots: int, max_length: in
   directory = checkpoint_directory(config)
   mesh = Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
   tree = kimi_k3.weight_tree(cfg)
-  shardings = weights.shardings(tree, mesh, config.logical_axis_rules)
-  params = checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.weight_dtype, shardings)
+  shardings = weights.shardings(tree, mesh, config.logical_axis_rules, cfg.storage)
+  params = checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.storage, shardings)
   return Engine(
     cfg,
     mesh,

@@ -53,6 +53,7 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
       fan_in(d),
       assemble=lambda *qkv: np.stack([x.T for x in qkv], axis=1),
       disassemble=lambda w: tuple(w[:, i].reshape(d, h * k).T for i in range(3)),
+      formats=("block_fp8",),
     ),
     "conv": Weight(
       (3, taps, h, k),
@@ -80,10 +81,10 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
       (h, k), ("heads", "kv"), (Source("dt_bias", (h * k,), suffix=""),), uniform(-6.0, 0.0), float32=True
     ),
     "o_norm": norm_weight(k, "o_norm", float32=True),
-    "o": output_weight((h, k), d, "o_proj", ("heads", "kv", "embed")),
+    "o": output_weight((h, k), d, "o_proj", ("heads", "kv", "embed"), ("block_fp8",)),
   }
   if cfg.kda_full_rank_gate:
-    declared["g"] = linear_weight(d, (h, k), "g_proj", ("embed", "heads", "kv"))
+    declared["g"] = linear_weight(d, (h, k), "g_proj", ("embed", "heads", "kv"), ("block_fp8",))
   else:
     declared["g_a"] = linear_weight(d, (k,), "g_a_proj", ("embed", None))
     declared["g_b"] = linear_weight(k, (h, k), "g_b_proj", (None, "heads", "kv"))

@@ -48,16 +48,16 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
     "kv_b": linear_weight(
       cfg.kv_lora_rank, (h, cfg.qk_nope_head_dim + cfg.v_head_dim), "kv_b_proj", (None, "heads", "kv")
     ),
-    "o": output_weight((h, cfg.v_head_dim), d, "o_proj", ("heads", "kv", "embed")),
+    "o": output_weight((h, cfg.v_head_dim), d, "o_proj", ("heads", "kv", "embed"), ("block_fp8",)),
   }
   if cfg.q_lora_rank:
-    declared["q_a"] = linear_weight(d, (cfg.q_lora_rank,), "q_a_proj", ("embed", None))
+    declared["q_a"] = linear_weight(d, (cfg.q_lora_rank,), "q_a_proj", ("embed", None), ("block_fp8",))
     declared["q_a_norm"] = norm_weight(cfg.q_lora_rank, "q_a_layernorm")
-    declared["q_b"] = linear_weight(cfg.q_lora_rank, (h, query), "q_b_proj", (None, "heads", "kv"))
+    declared["q_b"] = linear_weight(cfg.q_lora_rank, (h, query), "q_b_proj", (None, "heads", "kv"), ("block_fp8",))
   else:
-    declared["q"] = linear_weight(d, (h, query), "q_proj", ("embed", "heads", "kv"))
+    declared["q"] = linear_weight(d, (h, query), "q_proj", ("embed", "heads", "kv"), ("block_fp8",))
   if cfg.mla_output_gate:
-    declared["g"] = linear_weight(d, (h, cfg.v_head_dim), "g_proj", ("embed", "heads", "kv"))
+    declared["g"] = linear_weight(d, (h, cfg.v_head_dim), "g_proj", ("embed", "heads", "kv"), ("block_fp8",))
   return declared
 
 

@@ -28,8 +28,8 @@ def weights(cfg: ModelConfig) -> dict[str, Weight | dict[str, Weight]]:
     ),
   }
   if cfg.latent_size:
-    declared["down"] = linear_weight(d, (cfg.latent_size,), "routed_expert_down_proj", ("embed", None))
-    declared["up"] = output_weight((cfg.latent_size,), d, "routed_expert_up_proj", (None, "embed"))
+    declared["down"] = linear_weight(d, (cfg.latent_size,), "routed_expert_down_proj", ("embed", None), ("block_fp8",))
+    declared["up"] = output_weight((cfg.latent_size,), d, "routed_expert_up_proj", (None, "embed"), ("block_fp8",))
     if cfg.latent_norm:
       declared["norm"] = norm_weight(cfg.latent_size, "routed_expert_norm")
   if cfg.num_shared_experts:
@@ -48,8 +48,9 @@ def expert_weights(cfg: ModelConfig) -> dict[str, Weight]:
       fan_in(latent),
       assemble=lambda w1, w3: np.stack([w1.T, w3.T], axis=1),
       disassemble=lambda wi: (wi[:, 0].T, wi[:, 1].T),
+      formats=("block_fp8", "mxfp4"),
     ),
-    "wo": linear_weight(f, (latent,), "w2", (None, None), packed=True),
+    "wo": linear_weight(f, (latent,), "w2", (None, None), ("block_fp8", "mxfp4")),
   }
 
 
@@ -84,7 +85,7 @@ def routed_experts(
   """Σ over a token's experts of scale · w2(act(w1 z, w3 z)), weighted on the output and summed in float32.
 
   Args:
-    w: {"wi": [G, L, 2, F], "wo": [G, F, L]} with this layer's E experts from `first_expert` on.
+    w: {"wi": [G, L, 2, F], "wo": [G, F, L]}, plain or quantised, with this layer's E experts from `first_expert` on.
     z: [N, L].
     experts: [N, k] int32 in [0, E).
     expert_scales: [N, k] float32.
@@ -93,7 +94,7 @@ def routed_experts(
     [N, L] float32.
   """
   n, k = experts.shape
-  latent, f = w["wo"].shape[2], w["wo"].shape[1]
+  f = cfg.moe_intermediate_size
   if cfg.grouped_matmul_implementation == "dense":
     return _dense_experts(cfg, w, z, experts, expert_scales, first_expert)
 
@@ -104,11 +105,11 @@ def routed_experts(
   def grouped(rows, matrices):
     return grouped_matmul(rows, matrices, group_sizes, first_expert, cfg.grouped_matmul_implementation)
 
-  hidden = grouped(z[order // k], w["wi"].reshape(-1, latent, 2 * f)).astype(z.dtype)
+  hidden = grouped(z[order // k], w["wi"]).astype(z.dtype)
   hidden = gated_activation(cfg, hidden[:, :f], hidden[:, f:])
   out = grouped(hidden, w["wo"])
   # Back in the tokens' order, so that a token's sum is taken in the same order whatever else is in the batch.
-  out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(n, k, latent)
+  out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(n, k, -1)
   return jnp.sum(out * expert_scales[..., None], axis=1)
 
 

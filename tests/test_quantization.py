@@ -1,0 +1,97 @@
+"""Quantised weights: the stored numbers, the products with them, and their reading from a released checkpoint."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from MaxText import mxfp4, quantization
+from MaxText.layers.linears import grouped_matmul, matmul
+from MaxText.quantization import BLOCK, MXFP4, BlockFP8, dequantize, quantize_block_fp8
+
+RNG = np.random.default_rng(0)
+
+
+def block_fp8(shape, in_dims=1, lead=0):
+  """A random BlockFP8 and its values in float64, block by block from the definition."""
+  w = RNG.standard_normal(shape).astype(np.float32) / 16
+  matrices = w.reshape(*shape[:lead], int(np.prod(shape[lead : lead + in_dims])), -1)
+  flat = matrices.reshape(-1, *matrices.shape[lead:])
+  pairs = [quantize_block_fp8(m) for m in flat]
+  exact = np.zeros(flat.shape)
+  for n, (values, scales) in enumerate(pairs):
+    for i in range(values.shape[0]):
+      for j in range(values.shape[1]):
+        exact[n, i, j] = float(values[i, j]) * float(scales[i // BLOCK, j // BLOCK])
+  values = np.stack([v for v, _ in pairs]).reshape(shape)
+  scales = np.stack([s for _, s in pairs]).reshape(*shape[:lead], *pairs[0][1].shape)
+  return BlockFP8(jnp.asarray(values), jnp.asarray(scales)), exact.reshape(matrices.shape), w
+
+
+def mx(shape, lead=0):
+  """A random MXFP4 [*lead, I, *out] and its values in float64, by ml_dtypes' own casts."""
+  codes = RNG.integers(0, 16, shape).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+  scale_shape = (*shape[:lead], shape[lead] // mxfp4.GROUP, *shape[lead + 1 :])
+  scales = RNG.integers(118, 124, scale_shape).astype(np.uint8)
+  wide = np.repeat(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), mxfp4.GROUP, axis=lead)
+  return MXFP4(jnp.asarray(codes), jnp.asarray(scales)), codes.astype(np.float64) * wide
+
+
+def test_block_fp8_keeps_three_bits_of_mantissa_and_uses_its_whole_range():
+  quantised, exact, w = block_fp8((300, 200))
+  assert quantised.scales.shape == (3, 2)
+  # e4m3 rounds to nearest within 2^-4 of a normal value, and within half its smallest step (2^-10 · scale) below.
+  error = np.abs(exact - w)
+  scales = np.repeat(np.repeat(np.asarray(quantised.scales), BLOCK, 0)[:300], BLOCK, 1)[:, :200]
+  assert np.all(error <= np.maximum(2.0**-4 * np.abs(w), 2.0**-10 * scales) * (1 + 1e-6))
+  largest = np.abs(np.asarray(quantised.values).astype(np.float32))
+  assert largest[:128, :128].max() == largest[256:, 128:].max() == 448
+
+
+def test_a_block_of_zeros_stays_zero():
+  values, scales = quantize_block_fp8(np.zeros((128, 256), np.float32))
+  assert not values.astype(np.float32).any()
+  assert np.all(scales == 1)
+
+
+@pytest.mark.parametrize(
+  ("shape", "in_dims"), [((256, 128), 1), ((128, 3, 2, 64), 1), ((2, 64, 200), 2), ((72, 130), 1)]
+)
+def test_block_fp8_products(shape, in_dims):
+  w, exact, _ = block_fp8(shape, in_dims)
+  x = RNG.standard_normal((5, *shape[:in_dims])).astype(np.float32)
+  expected = (x.reshape(5, -1).astype(np.float64) @ exact).reshape(5, *shape[in_dims:])
+  # float32 sums of a few hundred terms of size one.
+  np.testing.assert_allclose(matmul(jnp.asarray(x), w, in_dims), expected, atol=2e-5)
+  np.testing.assert_allclose(dequantize(w, in_dims, jnp.float32), exact.reshape(shape), rtol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (128, 2, 64)])
+def test_mxfp4_products(shape):
+  w, exact = mx(shape)
+  x = RNG.standard_normal((7, shape[0])).astype(np.float32)
+  expected = (x.astype(np.float64) @ exact.reshape(shape[0], -1)).reshape(7, *shape[1:])
+  np.testing.assert_allclose(matmul(jnp.asarray(x), w), expected, atol=2e-5)
+  np.testing.assert_array_equal(dequantize(w, 1, jnp.float32), exact)
+  # Every decoded value is exact in bfloat16.
+  np.testing.assert_array_equal(dequantize(w, 1, jnp.bfloat16).astype(np.float64), exact)
+
+
+@pytest.mark.parametrize("make", [lambda: mx((6, 64, 2, 32), lead=1), lambda: block_fp8((6, 64, 2, 32), lead=1)[:2]])
+def test_grouped_products_of_quantised_experts(make):
+  w, exact = make()
+  sizes = np.array([3, 0, 21])
+  x = RNG.standard_normal((24, 64)).astype(np.float32)
+  expected = np.concatenate(
+    [x[:3].astype(np.float64) @ exact.reshape(6, 64, 64)[2], x[3:] @ exact.reshape(6, 64, 64)[4]]
+  )
+  out = grouped_matmul(jnp.asarray(x), w, jnp.asarray(sizes, jnp.int32), 2, "loop")
+  np.testing.assert_allclose(out, expected, atol=2e-5)
+  with pytest.raises(ValueError, match="ragged_dot"):
+    grouped_matmul(jnp.asarray(x), w, jnp.asarray(sizes, jnp.int32), 2, "ragged_dot")
+
+
+def test_scales_widen_exactly():
+  exponents = np.arange(1, 255, dtype=np.uint8)
+  expected = exponents.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+  np.testing.assert_array_equal(np.asarray(quantization._widen(jnp.asarray(exponents))).astype(np.float64), expected)
