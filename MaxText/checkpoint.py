@@ -174,7 +174,9 @@ def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, storage: Storage, sha
       value = stack.weight.from_release(*(checkpoint.read(prefix, source) for source in stack.weight.sources))
       if stack.form(storage) is quantization.BlockFP8:
         values, scales = quantization.quantize_block_fp8(value.astype(np.float32).reshape(stack.weight.matrix_shape))
-        return values.reshape(stack.weight.shape), scales
+        scales = quantization.spread_scales(scales, values.shape).reshape(stack.weight.shape)
+        every = tuple(slice(None, None, run) for run in stack.runs(storage))
+        return values.reshape(stack.weight.shape), scales[every]
       return (value.astype(stack.dtype(storage)),)
 
     scales_of: dict[str, np.ndarray] = {}  # read with the values, placed after them
@@ -211,5 +213,8 @@ def _packed(checkpoint: ReleasedCheckpoint, prefix: str, weight: Weight) -> tupl
   pairs = [checkpoint.read_packed(prefix, source) for source in weight.sources]
   values = weight.arrange(*(mxfp4.nibbles(packed) for packed, _ in pairs)).reshape(weight.shape)
   scales = weight.arrange(*(scale for _, scale in pairs))
-  outputs = weight.shape[weight.in_dims :]
-  return np.ascontiguousarray(values).view(ml_dtypes.float4_e2m1fn), scales.reshape(-1, *outputs)
+  scale_shape = tuple(
+    n // run
+    for n, run in zip(weight.shape, quantization.runs(quantization.MXFP4, weight.shape, weight.in_dims), strict=True)
+  )
+  return np.ascontiguousarray(values).view(ml_dtypes.float4_e2m1fn), scales.reshape(scale_shape)

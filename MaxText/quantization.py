@@ -1,9 +1,12 @@
 """Quantised weights as pytrees: block-FP8 and MXFP4 kept as they are stored, decoded inside the product.
 
 A layer doesn't know what it holds: `layers.linears.matmul` and `grouped_matmul` take a plain array or either of these.
-Both see a weight as a matrix [I, O], its input and output dimensions flattened, after any leading (stacked) axes.
+
+Scales have a dimension for each dimension of the values, so that both are split over devices by the same logical axes:
+a scale covers a run of consecutive values of the last input and the last output dimension, and one index of any other.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +26,12 @@ _FP8_MAX = 448.0
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockFP8:
-  """e4m3 values with one float32 scale for each 128×128 block of the matrix; blocks at the ends may be partial.
+  """e4m3 values; quantised with one float32 scale for each 128×128 block of the released matrix.
 
   Attributes:
     values: [..., *in, *out] float8_e4m3fn, in the shape of the plain weight.
-    scales: [..., ⌈I/128⌉, ⌈O/128⌉] float32; a value is value · scale.
+    scales: same rank, float32; a value is value · scale. Where 128 doesn't divide a dimension (or a device's part of
+      it), a scale covers a shorter run, and a block's scale stands several times.
   """
 
   values: jax.Array
@@ -41,7 +45,8 @@ class MXFP4:
 
   Attributes:
     values: [..., *in, *out] float4_e2m1fn, in the shape of the plain weight.
-    scales: [..., I/32, *out] uint8, biased exponents. They stay integers: widened where they are used.
+    scales: [..., *in with the last one divided by 32, *out] uint8, biased exponents. They stay integers: widened where
+      they are used.
   """
 
   values: jax.Array
@@ -49,28 +54,43 @@ class MXFP4:
 
 
 Quantized = BlockFP8 | MXFP4
+FORMS: dict[str, type[Quantized]] = {"block_fp8": BlockFP8, "mxfp4": MXFP4}
 
 
-def _matrix(values: jax.Array, in_dims: int) -> jax.Array:
-  """[*in, *out] -> [I, O]."""
-  inputs = int(np.prod(values.shape[:in_dims]))
-  return values.reshape(inputs, -1)
+def runs(form: type[Quantized], shape: tuple[int, ...], in_dims: int) -> tuple[int, ...]:
+  """How many consecutive values of each dimension one scale covers.
 
-
-def dequantize(w: Quantized, in_dims: int, dtype: Any) -> jax.Array:
-  """One weight (no leading axes) as a plain array of its shape. Exact in float32; MXFP4 also in bfloat16."""
-  matrix = _matrix(w.values, in_dims).astype(jnp.float32)
-  inputs, outputs = matrix.shape
-  if isinstance(w, BlockFP8):
-    scales = jnp.repeat(jnp.repeat(w.scales, BLOCK, 0)[:inputs], BLOCK, 1)[:, :outputs]
+  Args:
+    shape: of one weight (no stacked axis), or of the part of it that one device holds.
+    in_dims: how many of its dimensions are inputs.
+  """
+  covered = [1] * len(shape)
+  if form is MXFP4:
+    covered[in_dims - 1] = mxfp4.GROUP
   else:
-    scales = jnp.repeat(_widen(w.scales.reshape(-1, outputs)), mxfp4.GROUP, 0)
-  return (matrix * scales).reshape(w.values.shape).astype(dtype)
+    for last in (in_dims - 1, len(shape) - 1):
+      covered[last] = math.gcd(BLOCK, shape[last])
+  return tuple(covered)
 
 
 def _widen(exponents: jax.Array) -> jax.Array:
   """Biased exponents [..] uint8 -> float32 2^(b − 127); 0, the subnormal 2^−127, comes out as 0."""
   return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def _matrices(w: Quantized, in_dims: int) -> tuple[jax.Array, jax.Array]:
+  """One weight -> values [blocks of inputs, run, O] as stored, scales [blocks of inputs, O] float32."""
+  inputs = math.prod(w.values.shape[:in_dims])
+  blocks = math.prod(w.scales.shape[:in_dims])
+  scales = w.scales if isinstance(w, BlockFP8) else _widen(w.scales)
+  scales = jnp.repeat(scales, w.values.shape[-1] // w.scales.shape[-1], axis=-1)
+  return w.values.reshape(blocks, inputs // blocks, -1), scales.reshape(blocks, -1)
+
+
+def dequantize(w: Quantized, in_dims: int, dtype: Any) -> jax.Array:
+  """One weight (no stacked axis) as a plain array of its shape. Exact in float32; MXFP4 also in bfloat16."""
+  values, scales = _matrices(w, in_dims)
+  return (values.astype(jnp.float32) * scales[:, None]).reshape(w.values.shape).astype(dtype)
 
 
 def scaled_matmul(x: jax.Array, w: Quantized, in_dims: int) -> jax.Array:
@@ -81,24 +101,16 @@ def scaled_matmul(x: jax.Array, w: Quantized, in_dims: int) -> jax.Array:
   Returns:
     [M, O] float32.
   """
-  matrix = _matrix(w.values, in_dims)
-  inputs, outputs = matrix.shape
-  block = BLOCK if isinstance(w, BlockFP8) else mxfp4.GROUP
-  pad = -inputs % block
-  blocks = jnp.pad(x, ((0, 0), (0, pad))).reshape(len(x), -1, block)
-  values = jnp.pad(matrix.astype(x.dtype), ((0, pad), (0, 0))).reshape(-1, block, outputs)
-  partial_sums = jnp.einsum("mbi,bio->mbo", blocks, values, preferred_element_type=jnp.float32)
-  if isinstance(w, BlockFP8):
-    scales = jnp.repeat(w.scales, BLOCK, axis=1)[:, :outputs]
-  else:
-    scales = _widen(w.scales.reshape(-1, outputs))
+  values, scales = _matrices(w, in_dims)
+  blocks = x.reshape(len(x), *values.shape[:2])
+  partial_sums = jnp.einsum("mbi,bio->mbo", blocks, values.astype(x.dtype), preferred_element_type=jnp.float32)
   return jnp.sum(partial_sums * scales, axis=1)
 
 
 def quantize_block_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """[I, O] float32 -> (values e4m3 [I, O], scales float32 [⌈I/128⌉, ⌈O/128⌉]): a block's largest magnitude is 448.
 
-  A block of zeros has scale 1.
+  A block of zeros has scale 1. Blocks at the ends may be partial.
   """
   inputs, outputs = matrix.shape
   padded = np.pad(matrix.astype(np.float32), ((0, -inputs % BLOCK), (0, -outputs % BLOCK)))
@@ -107,3 +119,8 @@ def quantize_block_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   scales = np.where(largest > 0, largest / _FP8_MAX, 1.0).astype(np.float32)
   values = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:inputs, :outputs]
   return values.astype(_FP8), scales
+
+
+def spread_scales(scales: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+  """[⌈I/128⌉, ⌈O/128⌉] -> [I, O]: each value's scale, from which `BlockFP8.scales` are picked run by run."""
+  return np.repeat(np.repeat(scales, BLOCK, 0)[: shape[0]], BLOCK, 1)[:, : shape[1]]

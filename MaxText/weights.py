@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText import mxfp4, quantization
+from MaxText import quantization
 from MaxText.errors import UserError
 
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
@@ -112,10 +112,12 @@ class Storage:
   Attributes:
     dtype: of all plain weights but those declared float32.
     format: one of `quantization.FORMATS`; it quantises the weights whose declaration names it.
+    ways: over how many devices each logical axis is split, where that is more than one; it bounds what a scale covers.
   """
 
   dtype: Any
   format: str = "plain"
+  ways: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,13 @@ class Stack:
 
   def form(self, storage: Storage) -> type[quantization.Quantized] | None:
     """The quantised form that the weight takes, or None for a plain array."""
-    if storage.format not in self.weight.formats:
-      return None
-    return {"block_fp8": quantization.BlockFP8, "mxfp4": quantization.MXFP4}[storage.format]
+    return quantization.FORMS[storage.format] if storage.format in self.weight.formats else None
+
+  def runs(self, storage: Storage) -> tuple[int, ...]:
+    """How many values of each dimension of one instance a scale covers, on any device."""
+    ways = dict(storage.ways)
+    local = tuple(n // ways.get(axis, 1) for n, axis in zip(self.weight.shape, self.weight.axes, strict=True))
+    return quantization.runs(quantization.FORMS[storage.format], local, self.weight.in_dims)
 
   def arrays(self, storage: Storage) -> Any:
     """What the weight is held in: a `ShapeDtypeStruct`, or a quantised weight of two of them."""
@@ -160,14 +166,9 @@ class Stack:
     if form is None:
       return jax.ShapeDtypeStruct(self.shape, self.dtype(storage))
     lead = self.shape[:1] if self.stacked else ()
-    inputs, outputs = self.weight.matrix_shape
-    if form is quantization.BlockFP8:
-      scales = jax.ShapeDtypeStruct(
-        (*lead, -(-inputs // quantization.BLOCK), -(-outputs // quantization.BLOCK)), jnp.float32
-      )
-      return form(jax.ShapeDtypeStruct(self.shape, jnp.float8_e4m3fn), scales)
-    scales = jax.ShapeDtypeStruct((*lead, inputs // mxfp4.GROUP, *self.weight.shape[self.weight.in_dims :]), jnp.uint8)
-    return form(jax.ShapeDtypeStruct(self.shape, jnp.float4_e2m1fn), scales)
+    scales = tuple(n // run for n, run in zip(self.weight.shape, self.runs(storage), strict=True))
+    dtypes = (jnp.float8_e4m3fn, jnp.float32) if form is quantization.BlockFP8 else (jnp.float4_e2m1fn, jnp.uint8)
+    return form(jax.ShapeDtypeStruct(self.shape, dtypes[0]), jax.ShapeDtypeStruct((*lead, *scales), dtypes[1]))
 
 
 WeightTree = Mapping[str, Any]  # nested mappings whose leaves are Stacks
@@ -216,7 +217,7 @@ def partition_spec(axes: tuple[str | None, ...], rules: Any, name: str) -> Parti
 def shardings(tree: WeightTree, mesh: Mesh, rules: Any, storage: Storage) -> dict[str, Any]:
   """A `NamedSharding` for each array of each weight. Mesh axes of the rules that this mesh lacks count as size 1.
 
-  Scales of a quantised weight are split along the stacked axis as its values are, and else replicated: they are small.
+  Scales of a quantised weight are split as its values are.
 
   Raises:
     UserError: a dimension that its mesh axes don't divide, or see `partition_spec`.
@@ -235,8 +236,8 @@ def shardings(tree: WeightTree, mesh: Mesh, rules: Any, storage: Storage) -> dic
       if size % ways:
         raise UserError(f"{name}: {logical!r} of size {size} can't be split {ways} ways over {mesh_axes}")
     form = stack.form(storage)
-    values = NamedSharding(mesh, spec)
-    return values if form is None else form(values, NamedSharding(mesh, PartitionSpec(*spec[: int(stack.stacked)])))
+    sharding = NamedSharding(mesh, spec)
+    return sharding if form is None else form(sharding, sharding)
 
   return map_weights(one, tree)
 
