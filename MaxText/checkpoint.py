@@ -191,10 +191,13 @@ def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, storage: Storage, sha
       return scales_of[prefix] if prefix in scales_of else whole(prefix)[1]
 
     def place(array: jax.ShapeDtypeStruct, sharding, read) -> jax.Array:
+      prefixes = np.array(stack.prefixes).reshape(stack.lead_shape)
+      lead = prefixes.ndim
+
       def fill(index: tuple[slice, ...]) -> np.ndarray:
-        if not stack.stacked:
-          return read(stack.prefixes[0])[index]
-        return np.stack([read(prefix)[index[1:]] for prefix in stack.prefixes[index[0]]])
+        wanted = prefixes[index[:lead]]
+        instances = [read(str(prefix))[index[lead:]] for prefix in wanted.flat]
+        return np.stack(instances).reshape(*wanted.shape, *instances[0].shape)
 
       return jax.make_array_from_callback(array.shape, sharding, fill)
 

@@ -24,7 +24,7 @@ def released_tensors(tree: WeightTree, params: dict[str, Any]) -> dict[str, np.n
   for stack, values in zip(jax.tree.leaves(tree, is_leaf=is_stack), jax.tree.leaves(params), strict=True):
     dtype = np.float32 if stack.weight.float32 else ml_dtypes.bfloat16
     values = np.asarray(values, np.float32)
-    for prefix, value in zip(stack.prefixes, values if stack.stacked else [values], strict=True):
+    for prefix, value in zip(stack.prefixes, values.reshape(-1, *stack.weight.shape), strict=True):
       for source, tensor in zip(stack.weight.sources, stack.weight.to_release(value), strict=True):
         name = f"{_PREFIX}{prefix}{source.name}"
         if source.packed:

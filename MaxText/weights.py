@@ -122,29 +122,29 @@ class Storage:
 
 @dataclass(frozen=True)
 class Stack:
-  """A weight for several instances (layers, or layers × experts), stacked on a new first axis.
+  """A weight for several instances (layers, or layers × experts), stacked on new first axes.
 
   Attributes:
     weight: the declaration, common to all instances.
-    prefixes: the released prefix of each instance, in order.
-    axis: logical name of the stacked axis; None with a single, unstacked instance (globals such as the embedding).
+    prefixes: the released prefix of each instance, the last of the stacked axes fastest.
+    lead: (logical name, size) of each stacked axis; empty for a global, such as the embedding, that stands alone.
   """
 
   weight: Weight
   prefixes: tuple[str, ...]
-  axis: str | None = "layers"
+  lead: tuple[tuple[str, int], ...] = ()
 
   @property
-  def stacked(self) -> bool:
-    return self.axis is not None
+  def lead_shape(self) -> tuple[int, ...]:
+    return tuple(size for _, size in self.lead)
 
   @property
   def shape(self) -> tuple[int, ...]:
-    return (len(self.prefixes), *self.weight.shape) if self.stacked else self.weight.shape
+    return (*self.lead_shape, *self.weight.shape)
 
   @property
   def logical_axes(self) -> tuple[str | None, ...]:
-    return (self.axis, *self.weight.axes) if self.stacked else self.weight.axes
+    return (*(name for name, _ in self.lead), *self.weight.axes)
 
   def dtype(self, storage: Storage) -> jnp.dtype:
     """Of the weight while it is plain."""
@@ -165,10 +165,11 @@ class Stack:
     form = self.form(storage)
     if form is None:
       return jax.ShapeDtypeStruct(self.shape, self.dtype(storage))
-    lead = self.shape[:1] if self.stacked else ()
     scales = tuple(n // run for n, run in zip(self.weight.shape, self.runs(storage), strict=True))
     dtypes = (jnp.float8_e4m3fn, jnp.float32) if form is quantization.BlockFP8 else (jnp.float4_e2m1fn, jnp.uint8)
-    return form(jax.ShapeDtypeStruct(self.shape, dtypes[0]), jax.ShapeDtypeStruct((*lead, *scales), dtypes[1]))
+    return form(
+      jax.ShapeDtypeStruct(self.shape, dtypes[0]), jax.ShapeDtypeStruct((*self.lead_shape, *scales), dtypes[1])
+    )
 
 
 WeightTree = Mapping[str, Any]  # nested mappings whose leaves are Stacks
@@ -232,7 +233,8 @@ def shardings(tree: WeightTree, mesh: Mesh, rules: Any, storage: Storage) -> dic
     ]
     spec = partition_spec(stack.logical_axes, live, name)
     for size, mesh_axes, logical in zip(stack.shape, spec, stack.logical_axes, strict=True):
-      ways = math.prod(mesh.shape[a] for a in mesh_axes or ())
+      mesh_axes = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+      ways = math.prod(mesh.shape[a] for a in mesh_axes)
       if size % ways:
         raise UserError(f"{name}: {logical!r} of size {size} can't be split {ways} ways over {mesh_axes}")
     form = stack.form(storage)

@@ -92,7 +92,7 @@ def as_released(tree: weights.WeightTree, params: dict[str, Any]) -> dict[str, A
     if stack.weight.float32:
       return w
     if any(source.packed for source in stack.weight.sources):
-      return mxfp4.fake_quantize(w, axis=1)  # [instances, in, …]
+      return mxfp4.fake_quantize(w, axis=len(stack.lead))  # [layers, experts, in, …]
     return w + jax.lax.stop_gradient(w.astype(jnp.bfloat16).astype(w.dtype) - w)
 
   return jax.tree.map(one, tree, params, is_leaf=weights.is_stack)

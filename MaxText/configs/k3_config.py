@@ -58,6 +58,13 @@ class K3Config(MaxTextConfig):
   weight_format: Literal["plain", "block_fp8", "mxfp4"] = Field(
     "plain", description="How large weights are held: in weight_dtype, in block-FP8, or experts packed as released."
   )
+  # Parallelism
+  parallel_mode: Literal["latency", "throughput"] = Field(
+    "latency", description="Over ici_data_parallelism: the same tokens everywhere, or each group its own."
+  )
+  mla_cache_mode: Literal["replicated", "striped"] = Field(
+    "replicated", description="MLA's latents on every device of a tensor group, or dealt out by position."
+  )
   # Decoding
   prompt_file: str = Field("", description="A file with one prompt a line, decoded as one batch.")
   prefill_chunk_size: int = Field(512, description="Tokens of a prompt that are prefilled at a time.", gt=0)

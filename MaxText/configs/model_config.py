@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from MaxText.parallel import ONE, Parallel
 from MaxText.weights import Storage
 
 AttentionKind = Literal["kda", "mla"]
@@ -57,6 +58,7 @@ class ModelConfig:
   dtype: Any
   storage: Storage
   matmul_precision: str
+  parallel: Parallel = ONE
 
   @property
   def num_layers(self) -> int:

@@ -1,21 +1,76 @@
 """From MaxText's configuration to the frozen `ModelConfig`, with every `auto` resolved."""
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from maxtext.utils import maxtext_utils
 
 from MaxText.configs.model_config import ModelConfig
 from MaxText.errors import UserError
 from MaxText.layers import kda_prefill
+from MaxText.parallel import DATA, ONE, TENSOR, Parallel
 from MaxText.weights import Storage
 
 
-def model_config(config: Any, platform: str) -> ModelConfig:
+def make_mesh(config: Any) -> Mesh:
+  """MaxText's device mesh. Of its axes K3 uses `data` and `tensor`.
+
+  Raises:
+    UserError: parallelism on another axis, or sizes that don't multiply to the number of devices.
+  """
+  try:
+    devices = maxtext_utils.create_device_mesh(config)
+  except (AssertionError, ValueError) as error:
+    sizes = {axis: getattr(config, f"ici_{axis}_parallelism") for axis in (DATA, TENSOR)}
+    raise UserError(
+      f"{len(jax.devices())} devices can't be laid out as {sizes} (ici_*_parallelism; -1 takes what is left): {error}"
+    ) from error
+  mesh = Mesh(devices, config.mesh_axes)
+  other = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in (DATA, TENSOR)}
+  if other:
+    raise UserError(
+      f"mesh axes {other} split nothing of this model; use ici_tensor_parallelism and ici_data_parallelism"
+    )
+  return mesh
+
+
+def _parallel(config: Any, mesh: Mesh | None) -> Parallel:
+  if mesh is None:
+    return ONE
+  parallel = Parallel(
+    data=mesh.shape[DATA],
+    tensor=mesh.shape[TENSOR],
+    batch="split" if config.parallel_mode == "throughput" else "same",
+    mla_cache=config.mla_cache_mode,
+  )
+  for key, heads in (("kda_num_heads", config.kda_num_heads), ("base_num_query_heads", config.num_query_heads)):
+    if heads % parallel.tensor:
+      raise UserError(f"{key}={heads} can't be split over a tensor group of {parallel.tensor} devices")
+  if config.num_experts % parallel.devices:
+    raise UserError(f"num_experts={config.num_experts} can't be split over {parallel.devices} devices")
+  return parallel
+
+
+def _ways(config: Any, parallel: Parallel) -> tuple[tuple[str, int], ...]:
+  """Over how many devices the rules split each logical axis, where that is more than one."""
+  sizes = {DATA: parallel.data, TENSOR: parallel.tensor}
+  split = {}
+  for logical, target in config.logical_axis_rules:
+    axes = (target,) if isinstance(target, str) else target
+    split.setdefault(logical, math.prod(sizes.get(axis, 1) for axis in axes))
+  return tuple((logical, ways) for logical, ways in split.items() if ways > 1)
+
+
+def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelConfig:
   """Builds the frozen `ModelConfig`.
 
   Args:
     config: MaxText's `HyperParameters` of a `K3Config`.
     platform: the devices' platform, "cpu", "tpu" or "gpu": it decides what `auto` means.
+    mesh: `make_mesh`'s; None for one device.
 
   Raises:
     UserError: an implementation that can't serve this model.
@@ -37,6 +92,7 @@ def model_config(config: Any, platform: str) -> ModelConfig:
     raise UserError(
       f"weight_format={config.weight_format} is served by grouped_matmul_implementation=loop, not {grouped_matmul}"
     )
+  parallel = _parallel(config, mesh)
   layers = tuple(
     ("mla" if i + 1 in mla else "kda", "dense" if i < config.first_num_dense_layers else "moe")
     for i in range(config.num_decoder_layers)
@@ -77,7 +133,8 @@ def model_config(config: Any, platform: str) -> ModelConfig:
     attn_res_block_size=config.attn_res_block_size,
     rolled=config.scan_layers,
     dtype=jnp.dtype(config.dtype),
-    storage=Storage(jnp.dtype(config.weight_dtype), config.weight_format),
+    storage=Storage(jnp.dtype(config.weight_dtype), config.weight_format, _ways(config, parallel)),
+    parallel=parallel,
     matmul_precision=str(getattr(precision, "value", precision)),
   )
 
@@ -95,8 +152,16 @@ def _check_device(key: str, chosen: str, kernel: str, platform: str, head_dim: i
 def describe_implementations(cfg: ModelConfig) -> str:
   """One line for the start of a program: which implementation each kernel uses."""
   storage = str(cfg.storage.dtype) + ("" if cfg.storage.format == "plain" else f" and {cfg.storage.format}")
+  parallel = cfg.parallel
+  devices = ""
+  if parallel.devices > 1:
+    devices = (
+      f", devices: data {parallel.data} ({parallel.batch} tokens) × tensor {parallel.tensor}, "
+      f"MLA cache {parallel.mla_cache}"
+    )
   return (
     f"KDA prefill: {cfg.kda_prefill_implementation} (tokamax), "
     f"KDA decode: {cfg.kda_decode_implementation}, experts: {cfg.grouped_matmul_implementation}, "
     f"layers: {'rolled' if cfg.rolled else 'unrolled'}, weights: {storage}"
+    f"{devices}"
   )

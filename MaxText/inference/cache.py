@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from MaxText.configs.model_config import ModelConfig
 from MaxText.layers import attention_kda, attention_mla
 from MaxText.layers.attention_kda import KdaCache
 from MaxText.layers.attention_mla import MlaCache
+from MaxText.parallel import DATA, TENSOR
 
 
 class DecodeCache(NamedTuple):
@@ -40,6 +42,14 @@ def cache_shapes(cfg: ModelConfig, slots: int, max_length: int) -> DecodeCache:
     attention_mla.cache_shapes(cfg, len(cfg.layer_ids("mla", leading)), slots, max_length) for leading in (True, False)
   ]
   return DecodeCache(*kda, *mla, jax.ShapeDtypeStruct((slots,), jnp.int32))
+
+
+def cache_specs(cfg: ModelConfig) -> DecodeCache:
+  """How a cache lies on the mesh: KDA state by heads, latents whole or striped, slots by the batch's mode."""
+  batch = DATA if cfg.parallel.splits_batch else None
+  kda = KdaCache(P(None, batch, TENSOR), P(None, batch, None, None, TENSOR))
+  mla = MlaCache(P(None, batch, TENSOR if cfg.parallel.stripes_cache else None))
+  return DecodeCache(kda, kda, mla, mla, P(batch))
 
 
 def init_cache(cfg: ModelConfig, slots: int, max_length: int) -> DecodeCache:

@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-from jax.sharding import Mesh
-from maxtext.utils import maxtext_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from MaxText import checkpoint, weights
 from MaxText.configs.model_config import ModelConfig
-from MaxText.configs.resolve import model_config
+from MaxText.configs.resolve import make_mesh, model_config
 from MaxText.errors import UserError
-from MaxText.inference.cache import DecodeCache, cache_bytes, cache_shapes, init_cache
+from MaxText.inference.cache import DecodeCache, cache_bytes, cache_shapes, cache_specs, init_cache
 from MaxText.inference.sampling import Sampling, sample
 from MaxText.models import kimi_k3
+from MaxText.parallel import DATA
 
 NO_TOKEN = -1  # what `generate` returns for a row that had stopped
 ASSETS = os.path.join(os.path.dirname(__file__), "..", "assets")
@@ -74,26 +75,61 @@ class Engine:
     self.stop_ids = tuple(sorted(stop_ids))
     self.chunk_size = chunk_size
     self.steps_per_dispatch = steps_per_dispatch
-    self._prefill = jax.jit(partial(_prefill_chunk, cfg), donate_argnums=(3, 4))
-    self._start = jax.jit(partial(_start, sampling, self.stop_ids), donate_argnums=(0,))
-    self._generate = jax.jit(partial(_generate, cfg, sampling, self.stop_ids, steps_per_dispatch), donate_argnums=(1,))
+    rows = P(DATA if cfg.parallel.splits_batch else None)
+    cache = cache_specs(cfg)
+    weight = jax.tree.map(lambda a: a.sharding.spec, params)
+    state = DecodeState(cache, rows, rows, rows, rows)
+    self._prefill = self._program(
+      partial(_prefill_chunk, cfg), (weight, rows, rows, rows, cache), (rows, cache), donate=(3, 4)
+    )
+    self._start = self._program(partial(_start, sampling, self.stop_ids), (cache, rows, rows, rows), state, donate=(0,))
+    self._generate = self._program(
+      partial(_generate, cfg, sampling, self.stop_ids, steps_per_dispatch),
+      (weight, state),
+      (P(None, *rows), state),
+      donate=(1,),
+    )
     self._compiled: dict[tuple[int, ...], Any] = {}
+
+  def _program(self, function: Any, in_specs: Any, out_specs: Any, donate: tuple[int, ...]) -> Any:
+    """Jits a step; on several devices as one `shard_map`, with shapes and values of one device's part inside."""
+    if self.mesh.size > 1:
+      function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(function, donate_argnums=donate)
 
   def compile(self, slots: int, max_length: int, longest: int) -> None:
     """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
-    cache = cache_shapes(self.cfg, slots, max_length)
-    logits = jax.ShapeDtypeStruct((slots, self.cfg.vocab_size), jnp.float32)
-    length = jax.ShapeDtypeStruct((slots,), jnp.int32)
+    specs = cache_specs(self.cfg)
+    rows = specs.lengths
+
+    def abstract(array, spec):
+      return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def per_row(*shape, dtype=jnp.int32):
+      return abstract(jax.ShapeDtypeStruct((slots, *shape), dtype), rows)
+
+    cache = jax.tree.map(abstract, cache_shapes(self.cfg, slots, max_length), specs)
+    logits, length = per_row(self.cfg.vocab_size, dtype=jnp.float32), per_row()
     for chunk in sorted(set(self.chunk_lengths(longest))):
-      tokens = jax.ShapeDtypeStruct((slots, chunk), jnp.int32)
-      lowered = self._prefill.lower(self.params, tokens, length, logits, cache)
+      lowered = self._prefill.lower(self.params, per_row(chunk), length, logits, cache)
       self._compiled[(*_cache_size(cache), chunk)] = lowered.compile()
-    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((slots,), jnp.uint32))
-    state = jax.eval_shape(self._start, cache, logits, length, keys)
+    keys = per_row(dtype=jax.eval_shape(jax.random.key, 0).dtype)
+    state = DecodeState(cache, length, per_row(dtype=jnp.bool_), length, keys)
     self._compiled[_cache_size(cache)] = self._generate.lower(self.params, state).compile()
 
   def init_cache(self, slots: int, max_length: int) -> DecodeCache:
-    return init_cache(self.cfg, slots, max_length)
+    """An empty cache, each device holding its part.
+
+    Raises:
+      UserError: slots that the data groups can't share evenly.
+    """
+    if self.cfg.parallel.splits_batch and slots % self.cfg.parallel.data:
+      raise UserError(
+        f"{slots} slots can't be split over {self.cfg.parallel.data} data groups (parallel_mode=throughput); "
+        "set per_device_batch_size"
+      )
+    shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), cache_specs(self.cfg))
+    return jax.jit(partial(init_cache, self.cfg, slots, max_length), out_shardings=shardings)()
 
   def chunk_lengths(self, longest: int) -> list[int]:
     """Sizes of the chunks that a prompt of `longest` tokens is prefilled in: full ones, then a power of two."""
@@ -172,21 +208,24 @@ def _start(sampling, stop_ids, cache, logits, remaining, keys) -> DecodeState:
 
 
 def _generate(cfg, sampling, stop_ids, steps, params, state: DecodeState) -> tuple[jax.Array, DecodeState]:
+  # Whether any slot of any data group goes on: all groups take the same number of steps, since they compute together.
   def go_on(carry):
-    i, state, _ = carry
-    return (i < steps) & jnp.any(state.active)
+    i, alive, _, _ = carry
+    return (i < steps) & alive
 
   def step(carry):
-    i, state, out = carry
+    i, _, state, out = carry
     logits, cache = kimi_k3.decode_step(cfg, params, state.tokens, state.active, state.cache)
     tokens = sample(sampling, logits, state.keys, cache.lengths)
     left = state.remaining - state.active
     out = out.at[i].set(jnp.where(state.active, tokens, NO_TOKEN))
     active = state.active & _goes_on(stop_ids, tokens, left)
-    return i + 1, DecodeState(cache, jnp.where(state.active, tokens, state.tokens), active, left, state.keys), out
+    state = DecodeState(cache, jnp.where(state.active, tokens, state.tokens), active, left, state.keys)
+    return i + 1, cfg.parallel.any_row(active), state, out
 
   out = jnp.full((steps, state.tokens.shape[0]), NO_TOKEN, jnp.int32)
-  _, state, out = jax.lax.while_loop(go_on, step, (0, state, out))
+  alive = cfg.parallel.any_row(state.active)
+  _, _, state, out = jax.lax.while_loop(go_on, step, (0, alive, state, out))
   return out, state
 
 
@@ -238,10 +277,10 @@ def load_engine(config: Any, stop_ids: Sequence[int], slots: int, max_length: in
   Raises:
     UserError: it doesn't fit, there is no checkpoint, or the checkpoint is not what the configuration describes.
   """
-  cfg = model_config(config, jax.devices()[0].platform)
+  mesh = make_mesh(config)
+  cfg = model_config(config, jax.devices()[0].platform, mesh)
   check_fits(config, cfg, slots, max_length)
   directory = checkpoint_directory(config)
-  mesh = Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
   tree = kimi_k3.weight_tree(cfg)
   shardings = weights.shardings(tree, mesh, config.logical_axis_rules, cfg.storage)
   params = checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.storage, shardings)

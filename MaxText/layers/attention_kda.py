@@ -142,7 +142,7 @@ def prefill(
   state = jnp.where((length > 0)[:, None, None, None], state, old)
   out = reference.gated_rms_norm(checkpoint_name(out, "kda_read_out"), gate, w["o_norm"], cfg.rms_norm_eps)
   cache = KdaCache(cache.state.at[layer].set(state), cache.conv.at[layer].set(history))
-  return matmul(out.astype(x.dtype), w["o"], in_dims=2), cache
+  return cfg.parallel.sum_tensor(matmul(out.astype(x.dtype), w["o"], in_dims=2)), cache
 
 
 def decode(
@@ -177,4 +177,4 @@ def decode(
     norm_eps=cfg.rms_norm_eps,
     implementation=cfg.kda_decode_implementation,
   )
-  return matmul(out, w["o"], in_dims=2), KdaCache(state, conv)
+  return cfg.parallel.sum_tensor(matmul(out, w["o"], in_dims=2)), KdaCache(state, conv)

@@ -25,15 +25,16 @@ class MlaCache(NamedTuple):
 
   Attributes:
     latent: [N, B, S, L + R] activation dtype. Positions from a slot's length on hold anything and are never used.
+      Striped over a tensor group of n devices, device d holds S / n positions: its i-th is token i·n + d.
   """
 
   latent: jax.Array
 
 
 def cache_shapes(cfg: ModelConfig, layers: int, slots: int, max_length: int) -> MlaCache:
-  """Shape and dtype of an `MlaCache`; its length is rounded up to whole key blocks."""
-  if max_length > _KEY_BLOCK:
-    max_length = -(-max_length // _KEY_BLOCK) * _KEY_BLOCK
+  """Shape and dtype of an `MlaCache`; its length is rounded up to whole key blocks on every device."""
+  unit = (_KEY_BLOCK if max_length > _KEY_BLOCK else 1) * _stripes(cfg)
+  max_length = -(-max_length // unit) * unit
   return MlaCache(jax.ShapeDtypeStruct((layers, slots, max_length, cfg.mla_cache_width), cfg.dtype))
 
 
@@ -78,7 +79,7 @@ def _gated_output(cfg: ModelConfig, w: dict, x: jax.Array, out: jax.Array) -> ja
   """[..., H, V] -> [..., D]. This gate's sigmoid is taken in the stream's dtype (KDA's is in float32)."""
   if cfg.mla_output_gate:
     out = out * jax.nn.sigmoid(matmul(x, w["g"]))
-  return matmul(out, w["o"], in_dims=2)
+  return cfg.parallel.sum_tensor(matmul(out, w["o"], in_dims=2))
 
 
 def _scale(cfg: ModelConfig) -> float:
@@ -86,33 +87,74 @@ def _scale(cfg: ModelConfig) -> float:
   return (cfg.qk_nope_head_dim + cfg.qk_rope_head_dim) ** -0.5
 
 
+def _stripes(cfg: ModelConfig) -> int:
+  """Over how many devices a sequence's positions are dealt out."""
+  return cfg.parallel.tensor if cfg.parallel.stripes_cache else 1
+
+
+def _store(
+  cfg: ModelConfig, latent: jax.Array, layer: jax.Array | int, positions: jax.Array, valid: jax.Array, new: jax.Array
+) -> jax.Array:
+  """Writes latents to their places in the cache, as far as they are this device's.
+
+  Args:
+    latent: [N, B, S, W].
+    positions, valid: [B, T] int32 and bool; what isn't valid isn't stored.
+    new: [B, T, W].
+  """
+  stripes = _stripes(cfg)
+  if stripes > 1:
+    valid &= positions % stripes == cfg.parallel.tensor_index()
+  # What isn't to be stored gets an index out of range, where the scatter drops it.
+  index = jnp.where(valid, positions // stripes, latent.shape[2])
+  return latent.at[layer, jnp.arange(len(index))[:, None], index].set(new, mode="drop")
+
+
+# A block of the cache [B, n, L + R] -> scaled scores [B, H, T, n] float32, and the function that turns weights of that
+# shape into their weighted sum of values, float32.
 BlockScores = Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
 
 
 def _online_softmax(
-  latent: jax.Array, layer: jax.Array | int, query_positions: jax.Array, out_shape: tuple[int, ...], scores: BlockScores
-) -> jax.Array:
+  cfg: ModelConfig,
+  latent: jax.Array,
+  layer: jax.Array | int,
+  query_positions: jax.Array,
+  out_shape: tuple[int, ...],
+  scores: BlockScores,
+  gather: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Softmax attention over the cache, a block of positions at a time, so that no full row of scores ever exists.
 
   Args:
-    latent: [N, B, S, L + R], the stack's cache.
+    latent: [N, B, S, L + R], the stack's cache, this device's part of it.
     query_positions: [B, T] int32; a query sees cache positions up to and including its own.
-    out_shape: shape of the result, [B, H, T, …].
-    scores: a block of the cache [B, block, L + R] -> (scaled scores [B, H, T, block] float32, and the function that
-      turns weights of that shape into their weighted sum of values, float32 of `out_shape`).
+    out_shape: [B, H, T, V].
+    scores: see `BlockScores`.
+    gather: of a striped cache, read all devices' parts of a block (for own heads), or this device's alone (for all
+      heads, to be combined).
 
   Returns:
-    float32 of `out_shape`; zero for a query that sees nothing.
+    (largest score [B, H, T, 1], Σ exp(score − largest) [B, H, T, 1], Σ exp(score − largest)·value [B, H, T, V]), all
+    float32.
   """
   _, batch, length, width = latent.shape
-  block = min(_KEY_BLOCK, length)
+  stripes = _stripes(cfg)
+  block = min(_KEY_BLOCK // (stripes if gather else 1), length)
   if length % block:
-    raise ValueError(f"an MLA cache of {length} positions must be a multiple of {_KEY_BLOCK} or at most that")
+    raise ValueError(f"a device's {length} positions of an MLA cache must be a multiple of {block}")
+
+  def read(j):
+    keys = jax.lax.dynamic_slice(latent, (layer, 0, j * block, 0), (1, batch, block, width))[0]
+    if gather and stripes > 1:
+      keys = cfg.parallel.gather_tensor(keys[:, :, None], axis=2).reshape(batch, block * stripes, width)
+      return keys, j * block * stripes + jnp.arange(block * stripes)
+    first = cfg.parallel.tensor_index() if stripes > 1 else 0
+    return keys, (j * block + jnp.arange(block)) * stripes + first
 
   def step(j, carry):
     running_max, total, acc = carry
-    keys = jax.lax.dynamic_slice(latent, (layer, 0, j * block, 0), (1, batch, block, width))[0]
-    positions = j * block + jnp.arange(block)
+    keys, positions = read(j)
     # What lies beyond a row's own tokens may be another sequence's, or NaN: it is replaced, not only masked out of
     # the scores, since 0 · NaN is NaN.
     filled = positions <= jnp.max(query_positions, axis=1, keepdims=True)
@@ -126,10 +168,12 @@ def _online_softmax(
   start = jnp.full((*out_shape[:3], 1), -1e30, jnp.float32)
   carry = (start, jnp.zeros_like(start), jnp.zeros(out_shape, jnp.float32))
   if length == block:
-    carry = step(0, carry)
-  else:
-    carry = jax.lax.fori_loop(0, jnp.max(query_positions) // block + 1, step, carry)
-  _, total, acc = carry
+    return step(0, carry)
+  return jax.lax.fori_loop(0, jnp.max(query_positions) // (block * stripes) + 1, step, carry)
+
+
+def _normalize(total: jax.Array, acc: jax.Array) -> jax.Array:
+  """The softmax's quotient; zero for a query that sees nothing."""
   return jnp.where(total > 0, acc / jnp.where(total > 0, total, 1), 0)
 
 
@@ -154,12 +198,10 @@ def prefill(
     (out [B, T, D], cache).
   """
   batch, t, _ = x.shape
-  h, nope = cfg.mla_num_heads, cfg.qk_nope_head_dim
+  nope = cfg.qk_nope_head_dim
   offsets = jnp.arange(t)
   positions = start[:, None] + offsets
-  # A padding token's position goes out of range, where the scatter drops it.
-  stored = jnp.where(offsets < length[:, None], positions, cache.latent.shape[2])
-  latent = cache.latent.at[layer, jnp.arange(batch)[:, None], stored].set(_latents(cfg, w, x), mode="drop")
+  latent = _store(cfg, cache.latent, layer, positions, offsets < length[:, None], _latents(cfg, w, x))
 
   q = _queries(cfg, w, x)
 
@@ -174,8 +216,9 @@ def prefill(
 
   # Padding queries look no further than the last valid token, so that they read nothing that isn't there.
   seen = jnp.minimum(positions, (start + length - 1)[:, None])
-  out = _online_softmax(latent, layer, seen, (batch, h, t, cfg.v_head_dim), scores)
-  out = jnp.moveaxis(out, 1, 2).astype(x.dtype)
+  out_shape = (batch, q.shape[2], t, cfg.v_head_dim)
+  _, total, acc = _online_softmax(cfg, latent, layer, seen, out_shape, scores, gather=True)
+  out = jnp.moveaxis(_normalize(total, acc), 1, 2).astype(x.dtype)
   return _gated_output(cfg, w, x, checkpoint_name(out, "mla_read_out")), MlaCache(latent)
 
 
@@ -194,14 +237,18 @@ def decode(
     (out [B, D], cache).
   """
   batch = x.shape[0]
-  h, nope, rank = cfg.mla_num_heads, cfg.qk_nope_head_dim, cfg.kv_lora_rank
-  stored = jnp.where(slots >= 0, lengths, cache.latent.shape[2])
-  latent = cache.latent.at[layer, jnp.arange(batch), stored].set(_latents(cfg, w, x), mode="drop")
+  nope, rank = cfg.qk_nope_head_dim, cfg.kv_lora_rank
+  new = _latents(cfg, w, x)[:, None]
+  latent = _store(cfg, cache.latent, layer, lengths[:, None], (slots >= 0)[:, None], new)
 
   q = _queries(cfg, w, x)
   kv_b = w["kv_b"].astype(x.dtype)
   q_latent = jnp.einsum("bhn,lhn->bhl", q[..., :nope], kv_b[..., :nope], preferred_element_type=jnp.float32)
   q = jnp.concatenate([q_latent.astype(x.dtype), q[..., nope:]], axis=-1)
+  striped = cfg.parallel.stripes_cache
+  if striped:
+    # Every device attends with all heads over its own positions.
+    q = cfg.parallel.gather_tensor(q, axis=1)
 
   def scores(keys):
     s = jnp.einsum("bhw,bsw->bhs", q, keys, preferred_element_type=jnp.float32)
@@ -210,6 +257,8 @@ def decode(
     )
 
   seen = jnp.where(slots >= 0, lengths, -1)[:, None]
-  read = _online_softmax(latent, layer, seen, (batch, h, 1, rank), scores)[:, :, 0].astype(x.dtype)
+  parts = _online_softmax(cfg, latent, layer, seen, (batch, q.shape[1], 1, rank), scores, gather=False)
+  read = cfg.parallel.combine_softmax(*parts) if striped else _normalize(*parts[1:])
+  read = read[:, :, 0].astype(x.dtype)
   out = jnp.einsum("bhl,lhv->bhv", read, kv_b[..., nope:], preferred_element_type=jnp.float32).astype(x.dtype)
   return _gated_output(cfg, w, x, out), MlaCache(latent)

@@ -80,15 +80,19 @@ def routed_experts(
   z: jax.Array,
   experts: jax.Array,
   expert_scales: jax.Array,
-  first_expert: jax.Array | int,
+  layer: jax.Array | int,
 ) -> jax.Array:
-  """Σ over a token's experts of scale · w2(act(w1 z, w3 z)), weighted on the output and summed in float32.
+  """This device's share of Σ over a token's experts of scale · w2(act(w1 z, w3 z)).
+
+  Weighted on the experts' output and summed in float32.
 
   Args:
-    w: {"wi": [G, L, 2, F], "wo": [G, F, L]}, plain or quantised, with this layer's E experts from `first_expert` on.
+    w: all layers' experts, as far as this device has them: {"wi": [layers, e, L, 2, F], "wo": [layers, e, F, L]},
+      plain or quantised.
     z: [N, L].
     experts: [N, k] int32 in [0, E).
     expert_scales: [N, k] float32.
+    layer: which layer's experts.
 
   Returns:
     [N, L] float32.
@@ -96,29 +100,34 @@ def routed_experts(
   n, k = experts.shape
   f = cfg.moe_intermediate_size
   if cfg.grouped_matmul_implementation == "dense":
-    return _dense_experts(cfg, w, z, experts, expert_scales, first_expert)
+    return _dense_experts(cfg, w, z, experts, expert_scales, layer)
 
-  chosen = experts.reshape(-1)
+  here = cfg.num_experts // cfg.parallel.devices
+  chosen = experts.reshape(-1) - cfg.parallel.device_index() * here
+  mine = (chosen >= 0) & (chosen < here)
+  # Rows for other devices' experts are sorted to the end, into no group: they cost nothing.
+  chosen = jnp.where(mine, chosen, here)
   order = jnp.argsort(chosen, stable=True)
-  group_sizes = jnp.bincount(chosen, length=cfg.num_experts)
+  group_sizes = jnp.bincount(chosen, length=here + 1)[:here]
+  # Flat over layers, so that a loop over layers takes a group's matrix from the whole stack and copies none.
+  w = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w)
 
   def grouped(rows, matrices):
-    return grouped_matmul(rows, matrices, group_sizes, first_expert, cfg.grouped_matmul_implementation)
+    return grouped_matmul(rows, matrices, group_sizes, layer * here, cfg.grouped_matmul_implementation)
 
   hidden = grouped(z[order // k], w["wi"]).astype(z.dtype)
   hidden = gated_activation(cfg, hidden[:, :f], hidden[:, f:])
   out = grouped(hidden, w["wo"])
   # Back in the tokens' order, so that a token's sum is taken in the same order whatever else is in the batch.
-  out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(n, k, -1)
+  out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+  out = jnp.where(mine[:, None], out, 0).reshape(n, k, -1)
   return jnp.sum(out * expert_scales[..., None], axis=1)
 
 
-def _dense_experts(cfg, w, z, experts, expert_scales, first_expert) -> jax.Array:
+def _dense_experts(cfg, w, z, experts, expert_scales, layer) -> jax.Array:
   """Every expert on every token, the rest of them weighted with zero: for training a tiny model on a CPU."""
   latent = z.shape[1]
-  wi, wo = (
-    jax.lax.dynamic_slice_in_dim(w[name], first_expert, cfg.num_experts).astype(z.dtype) for name in ("wi", "wo")
-  )
+  wi, wo = (jax.lax.dynamic_index_in_dim(w[name], layer, 0, keepdims=False).astype(z.dtype) for name in ("wi", "wo"))
   scales = jnp.sum(jax.nn.one_hot(experts, cfg.num_experts) * expert_scales[..., None], axis=1)
   # Two plain products over all experts side by side: several times faster here than one product an expert, most of
   # all backwards. The scale moves before the second product, which is linear.
@@ -127,27 +136,37 @@ def _dense_experts(cfg, w, z, experts, expert_scales, first_expert) -> jax.Array
   return jnp.dot(hidden.reshape(len(z), -1), wo.reshape(-1, latent).astype(jnp.float32))
 
 
-def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, first_expert: jax.Array | int) -> jax.Array:
+def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, layer: jax.Array | int) -> jax.Array:
   """The layer: routed experts in the latent space, norm, up-projection, plus the shared expert.
+
+  On many devices the partial sums meet before the norm, which isn't linear: the latents of the routed experts (over
+  all devices) and the shared expert's output (over a tensor group) as one collective where both go the same way.
 
   Args:
     w: this layer's weights (`weights`).
-    experts: all layers' experts, flat: {"wi": [layers·E, L, 2, F], "wo": [layers·E, F, L]}.
+    experts: all layers' experts; see `routed_experts`.
     x: [..., D], normed input.
-    first_expert: where this layer's experts begin in `experts`.
+    layer: this layer's place among `experts`.
 
   Returns:
     [..., D].
   """
+  parallel = cfg.parallel
   tokens = x.reshape(-1, x.shape[-1])
   chosen, scales = route(cfg, w, tokens)
   z = matmul(tokens, w["down"]) if cfg.latent_size else tokens
-  y = checkpoint_name(routed_experts(cfg, experts, z, chosen, scales, first_expert), "moe_latent").astype(x.dtype)
+  z, chosen, scales = parallel.gather_batch((z, chosen, scales))
+  y = routed_experts(cfg, experts, z, chosen, scales, layer)
+  shared = mlp(cfg, w["shared"], tokens) if cfg.num_shared_experts else None
+  if parallel.splits_batch:
+    y, shared = parallel.own_batch(parallel.sum_devices(y)), parallel.sum_tensor(shared)
+  else:
+    y, shared = parallel.sum_devices((y, parallel.once_a_tensor_group(shared)))
+  y = checkpoint_name(y, "moe_latent").astype(x.dtype)
   if cfg.latent_size:
     if cfg.latent_norm:
       y = checkpoint_name(rms_norm(y, w["norm"], cfg.rms_norm_eps), "moe_latent_normed")
     y = matmul(y, w["up"])
-  y = y.reshape(x.shape)
-  if cfg.num_shared_experts:
-    y = y + mlp(cfg, w["shared"], x)
-  return y
+  if shared is not None:
+    y = y + shared
+  return y.reshape(x.shape)

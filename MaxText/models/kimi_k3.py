@@ -38,7 +38,7 @@ def weight_tree(cfg: ModelConfig) -> dict[str, Any]:
   prefix = ("model.",)
 
   def globals_(weight):
-    return jax.tree.map(lambda w: Stack(w, prefix, None), weight, is_leaf=lambda w: isinstance(w, Weight))
+    return jax.tree.map(lambda w: Stack(w, prefix), weight, is_leaf=lambda w: isinstance(w, Weight))
 
   tree = {
     "embed": globals_(
@@ -46,7 +46,7 @@ def weight_tree(cfg: ModelConfig) -> dict[str, Any]:
     ),
     "norm": globals_(norm_weight(d, "norm")),
     "output_res": globals_(attention_residuals.mix_weights(cfg, "output_attn_res")),
-    "lm_head": Stack(Weight((d, v), ("embed", "vocab"), (Source("lm_head", (v, d)),), fan_in(d)), ("",), None),
+    "lm_head": Stack(Weight((d, v), ("embed", "vocab"), (Source("lm_head", (v, d)),), fan_in(d)), ("",)),
   }
   for leading in (True, False):
     for kind in ("kda", "mla"):
@@ -57,9 +57,10 @@ def weight_tree(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _layer_stacks(cfg: ModelConfig, kind: str, leading: bool, layers: tuple[int, ...]) -> dict[str, Any]:
-  def stacked(declared, below="", per_layer=("",), axis="layers"):
-    prefixes = tuple(f"model.layers.{i}.{below}{each}" for i in layers for each in per_layer)
-    return jax.tree.map(lambda w: Stack(w, prefixes, axis), declared, is_leaf=lambda w: isinstance(w, Weight))
+  def stacked(declared, below="", each=("",), lead=()):
+    prefixes = tuple(f"model.layers.{i}.{below}{one}" for i in layers for one in each)
+    lead = (("layers", len(layers)), *lead)
+    return jax.tree.map(lambda w: Stack(w, prefixes, lead), declared, is_leaf=lambda w: isinstance(w, Weight))
 
   tree = {
     "input_norm": stacked(norm_weight(cfg.hidden_size, "input_layernorm")),
@@ -73,7 +74,7 @@ def _layer_stacks(cfg: ModelConfig, kind: str, leading: bool, layers: tuple[int,
   experts = tuple(f"experts.{e}." for e in range(cfg.num_experts))
   return tree | {
     "moe": stacked(moe.weights(cfg), "block_sparse_moe."),
-    "experts": stacked(moe.expert_weights(cfg), "block_sparse_moe.", experts, "exp"),
+    "experts": stacked(moe.expert_weights(cfg), "block_sparse_moe.", experts, (("exp", cfg.num_experts),)),
   }
 
 
@@ -96,7 +97,10 @@ def _apply_layer(
 
   h = attention_residuals.feed_forward_input(cfg, w["mlp_res"], residual, layer)
   x = rms_norm(h, w["post_attention_norm"], cfg.rms_norm_eps)
-  out = mlp(cfg, w["mlp"], x) if experts is None else moe.moe(cfg, w["moe"], experts, x, index * cfg.num_experts)
+  if experts is None:
+    out = cfg.parallel.sum_tensor(mlp(cfg, w["mlp"], x))
+  else:
+    out = moe.moe(cfg, w["moe"], experts, x, index)
   residual = attention_residuals.add_feed_forward(residual, checkpoint_name(out, "feed_forward_out"))
   return residual._replace(stream=checkpoint_name(residual.stream, "layer_out")), cache
 
@@ -163,14 +167,22 @@ def _apply_layers(
 
 
 def _embed(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-  return params["embed"][tokens].astype(cfg.dtype)
+  """[...] ids -> [..., D]; a device holds a part of the vocabulary."""
+  table = params["embed"]
+  if cfg.parallel.tensor == 1:
+    return table[tokens].astype(cfg.dtype)
+  row = tokens - cfg.parallel.tensor_index() * table.shape[0]
+  mine = (row >= 0) & (row < table.shape[0])
+  rows = table[jnp.where(mine, row, 0)].astype(cfg.dtype)
+  return cfg.parallel.sum_tensor(jnp.where(mine[..., None], rows, 0))
 
 
 def _hidden_to_logits(cfg: ModelConfig, params: Params, residual: Residual) -> jax.Array:
   """[..., D] streams -> [..., V] float32 logits."""
   h = checkpoint_name(attention_residuals.output(cfg, params["output_res"], residual), "output_mix")
   x = rms_norm(h, params["norm"], cfg.rms_norm_eps)
-  return jnp.dot(x, params["lm_head"].astype(x.dtype), preferred_element_type=jnp.float32)
+  logits = jnp.dot(x, params["lm_head"].astype(x.dtype), preferred_element_type=jnp.float32)
+  return cfg.parallel.gather_tensor(logits, axis=-1)
 
 
 def prefill(
