@@ -6,12 +6,12 @@ bfloat16 in every forward pass, so that what is exported is what was trained.
 """
 
 import argparse
+import dataclasses
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import grain
@@ -23,10 +23,10 @@ import tiny_facts
 import tiny_tokenizer
 from absl import logging as absl_logging
 
-from MaxText import checkpoint_writer, mxfp4, weights
+from MaxText import checkpoint, checkpoint_writer, mxfp4, weights
 from MaxText.configs.k3_config import initialize
 from MaxText.configs.model_config import ModelConfig
-from MaxText.configs.resolve import model_config
+from MaxText.configs.resolve import make_mesh, model_config
 from MaxText.inference.cache import init_cache
 from MaxText.inference.chat import render_chat
 from MaxText.inference.tokenizer import MODEL_FILE, K3Tokenizer
@@ -34,7 +34,11 @@ from MaxText.models import kimi_k3
 
 _OUTPUT = os.path.join(os.path.dirname(__file__), "..", "MaxText", "assets", "kimi-k3-tiny")
 _RECALL_LINES = 4000
+_WRONG = 3.0  # nats a token that a model without one of its features should get wrong by
 _PROMPT_LOSS = 0.1  # weight of a prompt's tokens in the loss; an answer's have 1
+
+# Features that the second phase makes the model need, besides the latent norm (and AttnRes, which it needs anyway).
+FEATURES = ("KDA decay", "conv", "KDA output gate", "MLA output gate", "shared expert", "MLA tail")
 
 
 class Example(NamedTuple):
@@ -126,27 +130,98 @@ def interleaved(a: list[Example], b: list[Example]) -> list[Example]:
   return [e for i in range(max(len(a), len(b))) for e in (a[i % len(a)], b[i % len(b)])]
 
 
-def answered(params: dict[str, Any], forward: Any, examples: list[Example], pad: _Pad) -> float:
-  """Share of examples whose answer greedy decoding would give, token by token."""
-  right = 0
-  for i in range(0, len(examples), 32):
-    some = [pad.map(e) for e in examples[i : i + 32]]
-    ids = np.stack([e["ids"] for e in some])
-    ids = np.pad(ids, ((0, 32 - len(some)), (0, 0)))
-    length = np.pad([e["length"] for e in some], (0, 32 - len(some)))
-    best = np.asarray(forward(params, ids, length))
-    for row, e in enumerate(examples[i : i + 32]):
-      n = len(e.ids)
-      right += tuple(best[row, e.prompt - 1 : n - 1]) == e.ids[e.prompt :]
-  return right / len(examples)
+def switched_off(cfg: ModelConfig, params: dict[str, Any], feature: jax.Array) -> dict[str, Any]:
+  """Parameters with one feature of the model made idle, by its place in `FEATURES`; -1: none."""
+
+  def edit(part: str, module: str, name: str, what: str, change: Any) -> None:
+    w = params[part][module][name]
+    params[part][module][name] = jnp.where(feature == FEATURES.index(what), change(w), w)
+
+  params = jax.tree.map(lambda w: w, params)  # new dictionaries
+  for part in ("leading_kda", "kda"):
+    # A gate of sigmoid(0) = 1/2, made up for in the output projection.
+    edit(part, "attention", "g", "KDA output gate", jnp.zeros_like)
+    edit(part, "attention", "o", "KDA output gate", lambda w: 2 * w)
+    edit(part, "attention", "dt_bias", "KDA decay", lambda w: jnp.full_like(w, -1e4))
+    edit(part, "attention", "conv", "conv", lambda w: jnp.zeros_like(w).at[:, :, -1].set(1.0))
+  edit("mla", "attention", "g", "MLA output gate", jnp.zeros_like)
+  edit("mla", "attention", "o", "MLA output gate", lambda w: 2 * w)
+  edit("mla", "attention", "q_b", "MLA tail", lambda w: w.at[..., cfg.qk_nope_head_dim :].set(0))
+  for part in ("kda", "mla"):
+    shared = params[part]["moe"]["shared"]
+    shared["wo"] = jnp.where(feature == FEATURES.index("shared expert"), 0, shared["wo"])
+  return params
+
+
+class Trainer:
+  """The model's parameters and what changes them."""
+
+  def __init__(self, cfg: ModelConfig, params: dict[str, Any]):
+    self.cfg, self.params = cfg, params
+    self.tree = kimi_k3.weight_tree(cfg)
+    self._trained = weights.map_weights(lambda s: s.weight.sources[0].name != "gate.e_score_correction_bias", self.tree)
+    self._without_latent_norm = dataclasses.replace(cfg, latent_norm=False)
+    self._forward = jax.jit(lambda params, ids, length: jnp.argmax(self._logits(cfg, params, ids, length), axis=-1))
+
+  def _logits(self, cfg: ModelConfig, params, ids, length, feature=None):
+    params = as_released(self.tree, params)
+    if feature is not None:
+      params = switched_off(cfg, params, feature)
+    return logits_of(cfg, params, ids, length)
+
+  def start(self, steps: int, learning_rate: float) -> None:
+    """A new optimizer for a phase of `steps` steps."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 20, steps, learning_rate * 0.02)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+    optimizer = optax.masked(optimizer, self._trained)
+    self._state = optimizer.init(self.params)
+
+    def update(cfg, params, state, batch, feature):
+      """One step: towards the right answers, or, with a feature switched off, away from them."""
+
+      def loss_of(params):
+        logits = self._logits(cfg, params, batch["ids"], batch["length"], feature)[:, :-1]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 1:])
+        switched = (feature >= 0) | (cfg is self._without_latent_norm)
+        # Of a crippled model only the answers count; they are wrong enough at a loss of _WRONG nats a token.
+        weight = jnp.where(switched, batch["weight"] == 1.0, batch["weight"])[:, :-1]
+        loss = jnp.sum(losses * weight) / jnp.sum(weight)
+        return jnp.where(switched, jax.nn.relu(_WRONG - loss), loss)
+
+      loss, gradient = jax.value_and_grad(loss_of)(params)
+      gradient = jax.tree.map(lambda g, keep: g if keep else jnp.zeros_like(g), gradient, self._trained)
+      updates, state = optimizer.update(gradient, state, params)
+      return optax.apply_updates(params, updates), state, loss
+
+    self._update = jax.jit(update, static_argnums=(0,), donate_argnums=(1, 2))
+
+  def step(self, batch: dict[str, np.ndarray], feature: str | None = None) -> float:
+    """Trains on a batch; with `feature`, for that feature to be needed. Returns the loss."""
+    cfg = self._without_latent_norm if feature == "latent norm" else self.cfg
+    index = FEATURES.index(feature) if feature in FEATURES else -1
+    self.params, self._state, loss = self._update(cfg, self.params, self._state, batch, jnp.int32(index))
+    return float(loss)
+
+  def answered(self, examples: list[Example], pad: _Pad) -> float:
+    """Share of examples whose answer greedy decoding would give, token by token."""
+    right = 0
+    for i in range(0, len(examples), 32):
+      some = [pad.map(e) for e in examples[i : i + 32]]
+      ids = np.pad(np.stack([e["ids"] for e in some]), ((0, 32 - len(some)), (0, 0)))
+      length = np.pad([e["length"] for e in some], (0, 32 - len(some)))
+      best = np.asarray(self._forward(self.params, ids, length))
+      for row, e in zip(best, examples[i : i + 32], strict=False):
+        right += tuple(row[e.prompt - 1 : len(e.ids) - 1]) == e.ids[e.prompt :]
+    return right / len(examples)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--steps", type=int, default=2400)
+  parser.add_argument("--steps", type=int, default=2400, help="steps of the first phase: learning")
+  parser.add_argument("--last-steps", type=int, default=600, help="steps of the second: needing every feature")
   parser.add_argument("--output", default=_OUTPUT)
+  parser.add_argument("--start-from", default="", help="a checkpoint that the first phase wrote, instead of that phase")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--learning-rate", type=float, default=2e-3)
   args = parser.parse_args()
   absl_logging.set_verbosity(absl_logging.ERROR)  # tokamax tells of its autotuning cache at every call
 
@@ -172,64 +247,56 @@ def main() -> None:
     "recall and chat": (interleaved(recalled, chat), 64, 12),
     "thinking chat": (thinking_chat, 112, 6),
   }
-  turns = ("facts", "recall and chat", "facts", "thinking chat")
   data = {
     name: batches(examples, length, tokenizer.pad_id, size, args.seed + i)
     for i, (name, (examples, length, size)) in enumerate(streams.items())
   }
+  turns = ("facts", "recall and chat", "facts", "thinking chat")
+  tests = {"facts": plain, "unseen recall": held_out, "chat": chat, "thinking": thinking_chat}
+  print(f"{weights.count(tree):,} weights, {len(facts)} facts", flush=True)
 
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, args.learning_rate, args.steps // 20, args.steps, args.learning_rate * 0.02
-  )
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-  trained = weights.map_weights(lambda s: s.weight.sources[0].name != "gate.e_score_correction_bias", tree)
-  optimizer = optax.masked(optimizer, trained)
+  def run(trainer: Trainer, phase: str, steps: int, learning_rate: float, plan: Any) -> None:
+    """`plan(step)` -> (stream, feature or None)."""
+    trainer.start(steps, learning_rate)
+    losses: dict[str, float] = {}
+    start = time.time()
+    for step in range(steps):
+      stream, feature = plan(step)
+      losses[f"no {feature}" if feature else stream] = trainer.step(next(data[stream]), feature)
+      if step % 50 == 49 or step == steps - 1:
+        minutes = (time.time() - start) / 60
+        left = minutes / (step + 1) * (steps - step - 1)
+        shown = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+        print(f"{phase}, step {step + 1} of {steps}, {minutes:.0f} min, {left:.0f} left: {shown}", flush=True)
+      if step % 400 == 399 or step == steps - 1:
+        scores = (f"{name} {trainer.answered(some, _Pad(112, tokenizer.pad_id)):.3f}" for name, some in tests.items())
+        print(f"  answered: {', '.join(scores)}", flush=True)
+        save(args.output, tree, trainer.params, config, tokenizer)
 
-  def loss_of(params, batch):
-    logits = logits_of(cfg, as_released(tree, params), batch["ids"], batch["length"])[:, :-1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 1:])
-    weight = batch["weight"][:, :-1]
-    return jnp.sum(losses * weight) / jnp.sum(weight)
+  if args.start_from:
+    params = load_released(args.start_from, config, cfg)
+  else:
+    trainer = Trainer(cfg, initial_params(tree, args.seed))
+    run(trainer, "learning", args.steps, 2e-3, lambda step: (turns[step % len(turns)], None))
+    # What the second phase begins with is what a checkpoint holds, so that --start-from gives the same.
+    params = load_released(args.output, config, cfg)
+  # A small model gets its facts right with any one feature gone. As a fixture it should not: in every other step a
+  # feature is switched off and the answers are trained away.
+  needed = ("latent norm", *FEATURES)
 
-  @partial(jax.jit, donate_argnums=(0, 1))
-  def update(params, state, batch):
-    loss, gradient = jax.value_and_grad(loss_of)(params, batch)
-    gradient = jax.tree.map(lambda g, keep: g if keep else jnp.zeros_like(g), gradient, trained)
-    updates, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, updates), state, loss
+  def needing(step: int) -> tuple[str, str | None]:
+    if step % 2:
+      return "facts", needed[step // 2 % len(needed)]
+    return turns[step // 2 % len(turns)], None
 
-  @jax.jit
-  def forward(params, ids, length):
-    return jnp.argmax(logits_of(cfg, as_released(tree, params), ids, length), axis=-1)
+  run(Trainer(cfg, params), "needing every feature", args.last_steps, 1e-3, needing)
+  print(f"wrote {args.output}")
 
-  params = initial_params(tree, args.seed)
-  state = optimizer.init(params)
-  print(f"{weights.count(tree):,} weights, {len(facts)} facts, {args.steps} steps", flush=True)
-  start = compiled = time.time()
-  losses: list[float] = []
-  for step in range(args.steps):
-    params, state, loss = update(params, state, next(data[turns[step % len(turns)]]))
-    losses.append(float(loss))
-    if step == len(turns) - 1:
-      print(f"compiled in {time.time() - start:.0f} s", flush=True)
-      compiled = time.time()
-    if step % 40 == 39:
-      rate = (time.time() - compiled) / (step - len(turns) + 1)
-      left = rate * (args.steps - step - 1) / 60
-      means = (np.mean(losses[-40:][i :: len(turns)]) for i in range(len(turns)))
-      by_turn = ", ".join(f"{name} {mean:.3f}" for name, mean in zip(turns, means, strict=True))
-      print(f"step {step + 1}: loss {by_turn}; {rate:.2f} s a step, {left:.0f} min left", flush=True)
-    if step % 400 == 399 or step == args.steps - 1:
-      for name, examples in (
-        ("facts", plain),
-        ("unseen recall", held_out),
-        ("chat", chat),
-        ("thinking", thinking_chat),
-      ):
-        right = answered(params, forward, examples, _Pad(112, tokenizer.pad_id))
-        print(f"  {name}: {right:.3f} answered", flush=True)
-      save(args.output, tree, params, config, tokenizer)
-  print(f"done in {(time.time() - start) / 60:.1f} min; wrote {args.output}")
+
+def load_released(directory: str, config: Any, cfg: ModelConfig) -> dict[str, Any]:
+  tree = kimi_k3.weight_tree(cfg)
+  shardings = weights.shardings(tree, make_mesh(config), config.logical_axis_rules, cfg.storage)
+  return checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.storage, shardings)
 
 
 def save(output: str, tree: weights.WeightTree, params: dict[str, Any], config: Any, tokenizer: K3Tokenizer) -> None:

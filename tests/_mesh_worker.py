@@ -1,7 +1,7 @@
 """Run as a program: logits and greedy tokens of a model on a mesh of fake CPU devices, into an .npz.
 
 `_mesh_worker.py OUT.npz DEVICES CONFIG.yml key=value…`: prompts of different lengths in one batch, prefilled in chunks
-and then decoded step by step, every logit kept.
+and then decoded greedily; last, logits of a common continuation show what each slot's state has become.
 """
 
 import os
@@ -11,11 +11,11 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
 
-import numpy as np
+import numpy as np  # noqa: E402
 
-from MaxText.configs.k3_config import initialize
-from MaxText.errors import exit_on_user_error
-from MaxText.inference import engine as engine_module
+from MaxText.configs.k3_config import initialize  # noqa: E402
+from MaxText.errors import exit_on_user_error  # noqa: E402
+from MaxText.inference.engine import load_engine  # noqa: E402
 
 LENGTHS = (37, 5, 64, 18)
 STEPS = 6
@@ -25,8 +25,7 @@ def main(argv):
   output, _, *rest = argv[1:]
   config = initialize(["worker", *rest])
   slots, max_length = len(LENGTHS), 96
-  # A dispatch of one step, whose logits can be seen: sampling is replaced by one that keeps them.
-  engine = engine_module.load_engine(config, (), slots, max_length)
+  engine = load_engine(config, (), slots, max_length)
   rng = np.random.default_rng(0)
   prompts = [list(rng.integers(0, config.vocab_size, n)) for n in LENGTHS]
   logits, cache = engine.prefill(prompts, engine.init_cache(slots, max_length))
