@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 
 from kda_decode import reference
 
@@ -51,7 +52,7 @@ def kda_decode(
     state: [layers, S, H, K, V] float32, or bfloat16 (arithmetic stays float32, each store rounds).
     conv_state: [layers, S, W-1, 3, H, K] activation dtype: the pre-convolution q, k, v (in this order on the axis of
       three) of the last W-1 tokens, oldest first.
-    layer: int32 scalar in [0, layers), may be traced.
+    layer: int32 scalar, may be traced. Out of [0, layers) every row is idle.
     slots: [B] int32. A slot outside [0, S), such as -1, marks an idle row: its output is zero and nothing of the
       pools is touched. Active slots must differ from one another.
     conv_weight: [3, W, H, K] float32.
@@ -60,8 +61,8 @@ def kda_decode(
     o_norm: [V] float32.
     gate_lower_bound: a negative number (K3: -5.0), or None for the softplus decay.
     norm_eps: epsilon of the output RMSNorm, on the mean.
-    implementation: "pallas" (a TPU, K = V = 128), "pallas_interpret" (the same kernel on a CPU, K = V a multiple of
-      32) or "reference" (jnp; any backend, any H, K = V).
+    implementation: "pallas" (a TPU, K = V = 128, H ≤ 96), "pallas_interpret" (the same kernel on a CPU, K = V a
+      multiple of 32) or "reference" (jnp; any backend, any H, K = V).
 
   Returns:
     (out [B, H, V] in q's dtype, state, conv_state).
@@ -87,6 +88,21 @@ def kda_decode(
   from kda_decode import kernel  # Pallas loads only for those who use it.
 
   return kernel.kda_decode_pallas(*arrays, **options, interpret=implementation == "pallas_interpret")
+
+
+def pool_format(ndim: int, sharding: jax.sharding.Sharding) -> Format:
+  """The format in which a pool crosses the boundary of a jitted function on a TPU: row-major.
+
+  Left to itself, XLA gives a parameter like conv_state [layers, S, W-1, 3, H, K] a layout that pads least, with the
+  layers next to K, and copies the pool at each entry and exit of the program. So pools are created, passed and
+  returned in this format: as `in_shardings` and `out_shardings` of every jitted function that takes them, or on a
+  `jax.ShapeDtypeStruct`. `state` is row-major by itself. On a CPU the format changes nothing.
+
+  Args:
+    ndim: 5 for state, 6 for conv_state.
+    sharding: of the pool.
+  """
+  return Format(Layout(major_to_minor=tuple(range(ndim))), sharding)
 
 
 def _check(q, k, v, decay, beta, gate, state, conv_state, layer, slots, conv_weight, a_log, dt_bias, o_norm):

@@ -70,9 +70,13 @@ def transposed_pieces(d: jax.Array, k: jax.Array) -> jax.Array:
   return rows.T.astype(jnp.bfloat16)
 
 
+def selector_shape(key_dim: int) -> tuple[int, int]:
+  return MATRIX_COLUMNS * PIECES * GROUP, MATRIX_COLUMNS * key_dim
+
+
 def selector(row: int, key_dim: int) -> jax.Array:
   """The 0/1 matrix [48, 2·K] bfloat16 with which `broadcast_columns` picks one row of a group of eight."""
-  shape = (MATRIX_COLUMNS * PIECES * GROUP, MATRIX_COLUMNS * key_dim)
+  shape = selector_shape(key_dim)
   source = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
   target = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
   same_vector = jax.lax.div(source, PIECES * GROUP) == jax.lax.div(target, key_dim)

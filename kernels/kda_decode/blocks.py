@@ -4,6 +4,8 @@ import dataclasses
 
 GROUP = 8  # sublanes of a float32 register
 MAX_STATES = 96  # states a grid step: 6 MiB of float32, three buffers of which stay below VMEM's default limit
+MANY_HEADS = 16
+MAX_HEADS = 96  # all heads of K3; more don't fit VMEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +50,19 @@ def choose_blocks(batch: int, heads: int) -> Blocks:
     while rows >= GROUP and 2 * rows * heads <= limit and 2 * rows * min_steps <= batch:
       rows *= 2
   divisors = [d for d in range(1, heads + 1) if heads % d == 0]
-  head_block = max((d for d in divisors if d * rows <= MAX_STATES), default=1)
+  # What a step keeps for all heads of its rows grows with them, and takes VMEM from the states.
+  limit = MAX_STATES if heads <= MANY_HEADS else MAX_STATES // 2
+  head_block = max((d for d in divisors if d * rows <= limit), default=1)
   return Blocks(batch, heads, rows, head_block)
 
 
 def check_supported(heads: int, key_dim: int, interpret: bool) -> None:
-  """Raises ValueError for a head size that the kernel can't take. Any number of heads and any batch is supported."""
-  del heads
+  """Raises ValueError for a head size or a number of heads that the kernel can't take. Any batch is supported."""
+  if heads > MAX_HEADS:
+    raise ValueError(
+        f"kda_decode: the Pallas kernel was asked for {heads} heads on one device. It supports up to {MAX_HEADS}: split"
+        " the heads over devices with jax.shard_map, or use implementation='reference'."
+    )
   if interpret and key_dim % 32 == 0:
     return
   if key_dim != 128:

@@ -21,7 +21,7 @@ VECTORS = 6  # what arithmetic.head_vectors returns
 
 
 def _history_to_rows(conv_buffer, taps, blocks: Blocks) -> None:
-  """Float32 history in VMEM as [tap, 3, row · padded_heads + head, K], from which strided reads take one head's rows."""
+  """taps [tap, 3, row · padded_heads + head, K] ← the history in float32. Strided reads take one head's rows of it."""
   rows, width_1 = conv_buffer.shape[:2]
   for j in range(rows):
     for tap in range(width_1):
@@ -175,20 +175,21 @@ def cost_estimate(batch: int, heads: int, key_dim: int, width: int, act_bytes: i
 
 def kda_decode_pallas(
     q, k, v, decay, beta, gate, state, conv_state, layer, slots, *, conv_weight, a_log, dt_bias, o_norm,
-    gate_lower_bound, norm_eps, interpret, blocks: Blocks | None = None,
+    gate_lower_bound, norm_eps, interpret: bool | pltpu.InterpretParams, blocks: Blocks | None = None,
 ):  # fmt: skip
   """`kda_decode` as a Pallas TPU kernel. Shapes, dtypes and meaning are those of `kda_decode.api.kda_decode`.
 
   Args:
-    interpret: run it on the CPU, in Pallas's interpreter.
+    interpret: run it on the CPU, in Pallas's TPU interpreter, which has semaphores and NaN in fresh memory; or that
+      interpreter's parameters.
     blocks: how to cut the batch into grid steps; chosen from the shape if None.
 
   Raises:
-    ValueError: K isn't 128 (a multiple of 32 if interpreted).
+    ValueError: K isn't 128 (a multiple of 32 if interpreted), or there are more than 96 heads.
   """
   batch, heads, key_dim = q.shape
   width = conv_weight.shape[1]
-  check_supported(heads, key_dim, interpret)
+  check_supported(heads, key_dim, bool(interpret))
   blocks = blocks or choose_blocks(batch, heads)
   rows = blocks.rows
   f32 = jnp.float32
@@ -216,7 +217,7 @@ def kda_decode_pallas(
               pltpu.VMEM((width, 3, rows * blocks.padded_heads, key_dim), f32),
               pltpu.VMEM((VECTORS, heads, blocks.padded_rows, key_dim), f32),
               pltpu.VMEM((heads, rows, key_dim), f32),
-              pltpu.VMEM((min(rows, GROUP), *jax.eval_shape(lambda: arithmetic.selector(0, key_dim)).shape), jnp.bfloat16),
+              pltpu.VMEM((min(rows, GROUP), *arithmetic.selector_shape(key_dim)), jnp.bfloat16),
               pltpu.VMEM((rows, key_dim), f32),
               pltpu.SMEM((copies.BUFFERS,), jnp.int32),
               *[pltpu.SemaphoreType.DMA((copies.BUFFERS,))] * 4,
@@ -229,7 +230,7 @@ def kda_decode_pallas(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True, disable_semaphore_checks=True
       ),
       cost_estimate=cost_estimate(batch, heads, key_dim, width, q.dtype.itemsize, state.dtype.itemsize),
-      interpret=interpret,
+      interpret=pltpu.InterpretParams() if interpret is True else interpret,
       name=f"kda_decode_b{batch}_h{heads}",
   )(*scalars, *per_row, *weights, state, conv_state)
   return out.reshape(q.shape), state, conv_state

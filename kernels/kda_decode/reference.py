@@ -118,8 +118,8 @@ def kda_decode_reference(
 ):  # fmt: skip
   """`kda_decode` in jnp. Shapes, dtypes and meaning are those of `kda_decode.api.kda_decode`."""
   key_dim = q.shape[-1]
-  num_slots = state.shape[1]
-  active = (slots >= 0) & (slots < num_slots)
+  layers, num_slots = state.shape[:2]
+  active = (slots >= 0) & (slots < num_slots) & (layer >= 0) & (layer < layers)
   # jnp wraps a negative index, so an idle row goes out of range at the upper end, where gathers fill and scatters
   # drop. Each gets an index of its own: the scatter below promises that its indices are unique.
   rows = jnp.where(active, slots, num_slots + jnp.arange(slots.shape[0], dtype=slots.dtype))
