@@ -3,8 +3,9 @@
 # ./setup.sh decode [key=value…]  set up, then decode with the tiny model
 # ./setup.sh test [pytest args]   set up, then test
 #
-# Wants Linux on x86-64 and CPython 3.12 or 3.13, looked for on PATH and under pyenv; K3_PYTHON=/path/to/python names another.
-# Run again, it only looks whether .venv is still the right one. What it does goes to stderr; stdout is the command's.
+# Wants Linux on x86-64 and CPython 3.12 or 3.13, looked for on PATH and under pyenv; K3_PYTHON=/path/to/python names
+# another one. Run again, it only looks whether .venv is still the right one. Its own words go to stderr; stdout is the
+# command's.
 set -euo pipefail
 
 root="$(CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
@@ -57,7 +58,7 @@ find_python() {
 
 digest() { cat -- "$@" | sha256sum | cut -d' ' -f1; }
 
-# What a finished .venv was made of: line by line its folder (a venv can't be moved), its interpreter, the packages, the project.
+# What a finished .venv was made of, a line each: its folder (a venv can't be moved), interpreter, packages, project.
 wanted_stamp() {
   printf 'folder %s\npython %s\npackages %s\nproject %s\n' \
     "$venv" "$1" "$(digest "$root/requirements.lock")" "$(digest "$root/pyproject.toml")"
@@ -89,16 +90,17 @@ pip_install() {
   local log="$venv/setup.log" line fetched=0
   local large='(Downloading|Using cached) (.*/)?([^/ ]+)-[0-9][^/ ]* \(([0-9]{3,})(\.[0-9]+)? MB\)'
   PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
-    "$venv/bin/python" -m pip --no-color install --progress-bar off "$@" </dev/null 2>&1 | tee "$log" | while IFS= read -r line; do
-    if [[ "$line" == Collecting\ * ]]; then
-      fetched=$((fetched + 1))
-      ((fetched % 25)) || say "  $fetched packages fetched"
-    elif [[ "$line" =~ $large ]]; then
-      say "  fetching ${BASH_REMATCH[3]} (${BASH_REMATCH[4]} MB)"
-    elif [[ "$line" == Installing\ collected* ]] && ((fetched > 1)); then
-      say "  all $fetched fetched; installing them"
-    fi
-  done || {
+    "$venv/bin/python" -m pip --no-color install --progress-bar off "$@" </dev/null 2>&1 | tee "$log" |
+    while IFS= read -r line; do
+      if [[ "$line" == Collecting\ * || "$line" == Processing\ * ]]; then # the latter from a local wheel
+        fetched=$((fetched + 1))
+        ((fetched % 25)) || say "  $fetched packages fetched"
+      elif [[ "$line" =~ $large ]]; then
+        say "  fetching ${BASH_REMATCH[3]} (${BASH_REMATCH[4]} MB)"
+      elif [[ "$line" == Installing\ collected* ]] && ((fetched > 1)); then
+        say "  all $fetched fetched; installing them"
+      fi
+    done || {
     grep -i -A 5 error "$log" >&2 || tail -n 20 "$log" >&2
     fail "pip failed; all that it said is in $log"
   }
@@ -106,7 +108,7 @@ pip_install() {
 
 build() {
   local reason="$1" found version base executable started=$SECONDS
-  [[ "$(uname -sm)" == "Linux x86_64" ]] || fail "this machine is $(uname -sm); libtpu, and so this project, needs Linux x86_64"
+  [[ "$(uname -sm)" == "Linux x86_64" ]] || fail "libtpu wants Linux x86_64; this is $(uname -sm)"
   if [[ "$reason" == "$project_changed" ]]; then
     say "$reason: installing the project again"
     found="$(probe "$venv/bin/python")"
@@ -148,7 +150,7 @@ main() {
   case "$command" in
     "")
       set_up
-      say ".venv holds Python $("$venv/bin/python" -c 'import platform; print(platform.python_version())') and the locked packages"
+      say ".venv is ready: $("$venv/bin/python" --version) with the locked packages"
       ;;
     decode)
       set_up

@@ -1,7 +1,7 @@
 """What every test shares: one CPU device, no waiting for a TPU's metadata server, and the --run-compile switch.
 
-JAX reads its environment when it is first imported, which pytest does after this file. A caller's own values stand, so
-`JAX_PLATFORMS=tpu ./setup.sh test …` tests on a TPU, and JAX_COMPILATION_CACHE_DIR=… keeps compiled programs between runs.
+JAX reads its environment when it is first imported, which pytest does after this file. A caller's own values stand:
+`JAX_PLATFORMS=tpu ./setup.sh test …` tests on a TPU, JAX_COMPILATION_CACHE_DIR=… keeps compiled programs for later.
 """
 
 import os

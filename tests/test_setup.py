@@ -1,6 +1,6 @@
 """setup.sh, the lock file and pyproject.toml, without a network and without building an environment.
 
-setup.sh only defines its functions when it is sourced, so most of them are asked here one by one, in a copy of the project's
+setup.sh only defines its functions when it is sourced, so they are asked here one by one, in a copy of the project's
 files in a temporary folder.
 """
 
@@ -23,7 +23,7 @@ def normal(name):
 
 
 def locked():
-  """{package: (version, number of hashes)} of the lock file, each line of which must be one of the few forms pip-compile writes."""
+  """{package: (version, number of hashes)} of the lock file, whose every line must be a pin, a hash or a comment."""
   packages, name = {}, None
   for line in (ROOT / "requirements.lock").read_text().splitlines():
     if pin := re.fullmatch(r"([a-z0-9-]+)==([^ ;]+) \\", line):
@@ -71,7 +71,7 @@ def test_no_host_name_or_index_option_is_committed(name):
   assert not re.search(r"--(extra-)?index-url|--find-links|--trusted-host|--proxy", text)
 
 
-# --- setup.sh -----------------------------------------------------------------------------------------------------------------
+# --- setup.sh --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_wish_for_a_python_that_does_not_work_is_an_error(checkout):
 
 @pytest.fixture
 def machine(tmp_path):
-  """A machine whose Pythons all fail: a PATH with nothing but shims that say so and the tools setup.sh uses, and an empty home."""
+  """A machine without Python: its PATH holds the tools that setup.sh uses and shims that fail, its home is empty."""
   tools = tmp_path / "bin"
   tools.mkdir()
   for tool in ("bash", "cat", "cut", "dirname", "flock", "grep", "sha256sum", "uname"):
@@ -167,7 +167,9 @@ def test_without_python_one_line_says_what_to_install(checkout, machine):
 
 
 def test_a_python_under_pyenv_is_found_behind_failing_shims(checkout, machine):
-  behind = subprocess.run([sys.executable, "-c", "import sys; print(sys._base_executable)"], capture_output=True, text=True)
+  behind = subprocess.run(
+    [sys.executable, "-c", "import sys; print(sys._base_executable)"], capture_output=True, text=True
+  )
   shelf = Path(machine["PYENV_ROOT"]) / "versions/3.12.99/bin"
   shelf.mkdir(parents=True)
   (shelf / "python").write_text(f'#!/bin/sh\nexec "{behind.stdout.strip()}" "$@"\n')
@@ -186,7 +188,7 @@ def test_an_unknown_command_is_a_usage_error(checkout):
   assert ran.stderr.startswith("usage: ")
 
 
-# --- conftest.py --------------------------------------------------------------------------------------------------------------
+# --- conftest.py -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "outcome"), [([], "1 passed, 1 deselected"), (["--run-compile"], "2 passed")])
