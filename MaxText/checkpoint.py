@@ -37,7 +37,11 @@ class ReleasedCheckpoint:
     if not os.path.isdir(directory):
       raise UserError(f"load_parameters_path={directory} is not a directory")
     self._files: dict[str, Any] = {}
-    self._where = {self._strip(name): (file, name) for name, file in self._read_index().items()}
+    where = self._read_index()
+    self._where = {self._strip(name): (file, name) for name, file in where.items()}
+    if len(self._where) < len(where):
+      doubled = min(name for name in where if self._strip(name) != name and self._strip(name) in where)
+      raise UserError(f"{directory} holds {self._strip(doubled)} twice: also as {doubled}")
     self.names = frozenset(n for n in self._where if not n.startswith(VISION_PREFIXES))
 
   @staticmethod
@@ -55,6 +59,8 @@ class ReleasedCheckpoint:
         where = json.load(f)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise UserError(f"{path} is not a safetensors index: {error!r}") from error
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+      raise UserError(f"{path} is not a safetensors index: weight_map must give a file for each tensor")
     listed: dict[str, set[str]] = {}
     for name, file in where.items():
       listed.setdefault(file, set()).add(name)

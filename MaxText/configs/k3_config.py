@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import maxtext
 import omegaconf
+import yaml
 from maxtext.configs import pyconfig
 from maxtext.configs.types import MaxTextConfig
 from pydantic import Field, model_validator
@@ -237,13 +238,26 @@ def _check_keys(arguments: Sequence[str]) -> dict[str, str]:
   return given
 
 
+def _is_text(key: str) -> bool:
+  """Whether a key's value is taken as it stands. All others are YAML, to which a prompt with a colon is a mapping."""
+  return K3Config.model_fields[key].annotation is str
+
+
+def _parse(key: str, text: str) -> Any:
+  """A command-line value as MaxText reads it; `UserError` where it can't be read."""
+  if _is_text(key):
+    return text
+  try:
+    return omegaconf.OmegaConf.from_dotlist([f"{key}={text}"])[key]
+  except yaml.YAMLError as error:
+    raise UserError(f"{key}={text} can't be read: {getattr(error, 'problem', None) or error}") from error
+
+
 def _from_release(path: str, given: dict[str, str]) -> dict[str, Any]:
   """Architecture from a released config; contradicting command-line overrides are refused, by both names."""
-  import yaml  # pylint: disable=import-outside-toplevel
-
   values, unknown = released.read(path)
   for key, value in values.items():
-    if key in given and yaml.safe_load(given[key]) != value:
+    if key in given and _parse(key, given[key]) != value:
       raise UserError(
         f"{key}={given[key]} contradicts {released.release_name(key)}={value} in {released.resolve_path(path)}; "
         "leave one of them out"
@@ -275,6 +289,9 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
     raise UserError(f"usage: {os.path.basename(argv[0]) if argv else 'program'} CONFIG.yml [key=value …]")
   path = find_config(argv[1])
   given = _check_keys(argv[2:])
+  texts = {key: value for key, value in given.items() if _is_text(key)}
+  for key, value in given.items():
+    _parse(key, value)
   # Values of ours that depend on this host; what a person says wins.
   defaults: dict[str, Any] = {"base_output_directory": "maxtext_output", "log_config": False}
   if not _has_tpu() and "hardware" not in given:
@@ -296,7 +313,8 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
   for handler in handlers:
     handler.addFilter(captured)
   try:
-    config = pyconfig.initialize([argv[0], path, *argv[2:]], config_class=K3Config, **extra)
+    others = [f"{key}={value}" for key, value in given.items() if key not in texts]
+    config = pyconfig.initialize([argv[0], path, *others], config_class=K3Config, **(extra | texts))
   except SystemExit as error:
     raise UserError(_one_line(captured.text)) from error
   except (ValueError, TypeError, OSError) as error:  # under pytest MaxText re-raises instead of exiting

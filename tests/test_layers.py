@@ -1,0 +1,596 @@
+"""Single layers against float64 numpy, written from the model's formulas, and against outside packages.
+
+Tolerances are relative to the result's scale: float32 rounds at 6e-8, and the sums here are a few hundred terms long.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from _models import assert_close, empty_cache, furthest, small_config
+
+from MaxText import mxfp4
+from MaxText.layers import activations, attention_kda, attention_mla, attention_residuals, kda_prefill, linears, moe
+from MaxText.layers.attention_kda import KdaCache
+from MaxText.layers.attention_mla import MlaCache
+from MaxText.layers.attention_residuals import Residual
+from MaxText.layers.normalizations import rms_norm
+
+
+def rng(seed=0):
+  return np.random.default_rng(seed)
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def normal(generator, *shape, scale=1.0):
+  """float32 values, and the same ones in float64."""
+  x = (generator.standard_normal(shape) * scale).astype(np.float32)
+  return jnp.asarray(x), x.astype(np.float64)
+
+
+# Activations
+
+
+def situ64(g, u, beta=4.0, linear_beta=25.0):
+  return beta * np.tanh(g / beta) * sigmoid(g) * linear_beta * np.tanh(u / linear_beta)
+
+
+def test_situ_is_its_formula_far_beyond_both_clamps():
+  values = np.linspace(-80, 80, 161)
+  g, u = (x.ravel() for x in np.meshgrid(values, values))
+  ours = activations.situ(jnp.asarray(g, jnp.float32), jnp.asarray(u, jnp.float32), 4.0, 25.0)
+  # Values reach 100.
+  assert_close(ours, situ64(g, u), 100 * 1e-6, "situ")
+  assert furthest(ours, 4 * np.tanh(g / 4) * sigmoid(g) * u) > 1, "the up branch's clamp"
+
+
+@pytest.mark.parametrize("act", ["situ", "silu"])
+def test_activation_of_bfloat16_is_rounded_once(act):
+  g, u = (jnp.asarray(x, jnp.bfloat16) for x in rng().standard_normal((2, 4096)) * 4)
+  g64, u64 = (np.asarray(x, np.float64) for x in (g, u))
+  expected = situ64(g64, u64) if act == "situ" else g64 * sigmoid(g64) * u64
+  ours = activations.gated_activation(small_config(hidden_act=act), g, u)
+  assert ours.dtype == jnp.bfloat16
+  # Half a unit in the last of 8 bits, and a little for the float32 arithmetic before it.
+  assert (np.abs(np.asarray(ours, np.float64) - expected) <= 2.0**-8 * 1.001 * np.abs(expected)).all()
+
+
+def test_unknown_activation_is_refused():
+  with pytest.raises(ValueError, match=r"gelu.*situ, silu"):
+    activations.gated_activation(small_config(hidden_act="gelu"), jnp.ones(2), jnp.ones(2))
+
+
+# RMSNorm
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_rms_norm_adds_its_epsilon_to_the_mean(eps):
+  generator = rng()
+  # Mean squares around the epsilon, where its place and size count.
+  x, x64 = normal(generator, 16, 128, scale=3e-3)
+  w, w64 = normal(generator, 128)
+  expected = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + eps) * w64
+  assert_close(rms_norm(x, w, eps), expected, 1e-5, "rms_norm")
+  other = x64 / np.sqrt((x64**2).sum(-1, keepdims=True) + eps) * w64 * 128**0.5
+  assert furthest(expected, other) > 0.1, "this input tells mean from sum"
+
+
+def test_rms_norm_of_bfloat16_casts_before_the_weight():
+  generator = rng()
+  x, w = (jnp.asarray(generator.standard_normal(s), jnp.bfloat16) for s in ((8, 64), (64,)))
+  x64 = np.asarray(x, np.float64)
+  normed = (x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5)).astype(ml_dtypes.bfloat16)
+  expected = (normed.astype(np.float32) * np.asarray(w, np.float32)).astype(ml_dtypes.bfloat16)
+  ours = np.asarray(rms_norm(x, w, 1e-5))
+  assert ours.dtype == ml_dtypes.bfloat16
+  # Bit for bit but where float32 and float64 fall on different sides of a rounding boundary: none, or next to none.
+  assert (ours != expected).mean() < 0.01
+  assert_close(ours, expected.astype(np.float64), 0.04, "one bfloat16 step at 4")
+
+
+# AttnRes
+
+
+def mix64(sources, norm, proj, eps=1e-5):
+  """sources [n, ..., D]."""
+  scores = (sources / np.sqrt((sources**2).mean(-1, keepdims=True) + eps) * norm * proj).sum(-1)
+  p = np.exp(scores - scores.max(0))
+  p /= p.sum(0)
+  return (p[..., None] * sources).sum(0)
+
+
+@pytest.mark.parametrize("sealed", [0, 1, 2, 3])
+def test_mix_weighs_the_sealed_blocks_and_the_stream(sealed):
+  generator = rng(sealed)
+  cfg = small_config()
+  stream, stream64 = normal(generator, 5, 64)
+  blocks, blocks64 = normal(generator, 3, 5, 64, scale=3.0)
+  norm, norm64 = normal(generator, 64)
+  proj, proj64 = normal(generator, 64, scale=0.3)
+  # Blocks that aren't sealed yet are never sources, whatever they hold.
+  blocks = blocks.at[sealed:].set(1e6)
+  expected = mix64(np.concatenate([blocks64[:sealed], stream64[None]]), norm64, proj64)
+  for count in (sealed, jnp.asarray(sealed)):
+    ours = attention_residuals.mix(cfg, {"norm": norm, "proj": proj}, Residual(stream, blocks), count)
+    assert_close(ours, expected, 1e-5, "mix")
+
+
+def test_mix_epsilon_counts_for_small_streams():
+  generator = rng()
+  cfg = small_config()
+  stream, stream64 = normal(generator, 5, 64, scale=2e-3)
+  blocks, blocks64 = normal(generator, 1, 5, 64, scale=2e-3)
+  (norm, norm64), (proj, proj64) = normal(generator, 64), normal(generator, 64)
+  ours = attention_residuals.mix(cfg, {"norm": norm, "proj": proj}, Residual(stream, blocks), 1)
+  sources = np.concatenate([blocks64, stream64[None]])
+  assert_close(ours, mix64(sources, norm64, proj64), 1e-8, "mix")
+  assert furthest(ours, mix64(sources, norm64, proj64, eps=1e-6)) > 1e-6
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_residual_flow_over_layers_is_the_formula(traced):
+  """Seven layers with blocks of three: which snapshots exist, when the stream starts anew, what is never added back."""
+  generator = rng(7)
+  cfg = small_config(attn_res_block_size=3, layers=(("kda", "moe"),) * 7)
+  x, p64 = normal(generator, 2, 64)
+  residual, blocks64 = attention_residuals.start(cfg, x), []
+  weights = [[normal(generator, 64, scale=0.5) for _ in range(4)] for _ in range(7)]
+
+  def pair(norm, proj):
+    return {"norm": norm[0], "proj": proj[0]}
+
+  for layer in range(7):
+    index = jnp.asarray(layer) if traced else layer
+    attention_norm, attention_proj, mlp_norm, mlp_proj = weights[layer]
+    h = attention_residuals.attention_input(cfg, pair(attention_norm, attention_proj), residual, index)
+    expected = mix64(np.stack([*blocks64, p64]), attention_norm[1], attention_proj[1]) if blocks64 else p64
+    assert_close(h, expected, 2e-5, f"attention input {layer}")
+    a = np.tanh(expected) + layer
+    residual = attention_residuals.add_attention(cfg, residual, index, jnp.asarray(a, jnp.float32))
+    if layer % 3 == 0:
+      blocks64.append(p64)
+      p64 = a
+    else:
+      p64 = p64 + a
+    h = attention_residuals.feed_forward_input(cfg, pair(mlp_norm, mlp_proj), residual, index)
+    expected = mix64(np.stack([*blocks64, p64]), mlp_norm[1], mlp_proj[1])
+    assert_close(h, expected, 2e-5, f"feed-forward input {layer}")
+    m = np.sin(expected)
+    residual = attention_residuals.add_feed_forward(residual, jnp.asarray(m, jnp.float32))
+    p64 = p64 + m
+  assert len(blocks64) == cfg.num_residual_blocks == 3
+  (norm, norm64), (proj, proj64) = normal(generator, 64), normal(generator, 64)
+  out = attention_residuals.output(cfg, {"norm": norm, "proj": proj}, residual)
+  assert_close(out, mix64(np.stack([*blocks64, p64]), norm64, proj64), 2e-5, "output")
+
+
+def test_without_blocks_residuals_are_ordinary():
+  cfg = small_config(attn_res_block_size=0)
+  assert attention_residuals.mix_weights(cfg, "mlp_res") == {}
+  residual = attention_residuals.start(cfg, jnp.ones((2, 64)))
+  residual = attention_residuals.add_attention(cfg, residual, 0, jnp.full((2, 64), 2.0))
+  residual = attention_residuals.add_feed_forward(residual, jnp.full((2, 64), 4.0))
+  for read in (attention_residuals.attention_input, attention_residuals.feed_forward_input):
+    np.testing.assert_array_equal(read(cfg, {}, residual, 1), 7.0)
+  np.testing.assert_array_equal(attention_residuals.output(cfg, {}, residual), 7.0)
+
+
+# Router
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router_chooses_with_the_bias_and_weighs_without(renormalize):
+  generator = rng(3)
+  cfg = small_config(
+    num_experts=16, num_experts_per_token=4, routed_scaling_factor=2.446, renormalize=renormalize, hidden_size=64
+  )
+  x, x64 = normal(generator, 40, 64)
+  router, router64 = normal(generator, 64, 16, scale=0.25)
+  bias, bias64 = normal(generator, 16, scale=0.3)
+  scores = sigmoid(x64 @ router64)
+  chosen = np.sort(np.argsort(-(scores + bias64), axis=-1)[:, :4], axis=-1)
+  assert (chosen != np.sort(np.argsort(-scores, axis=-1)[:, :4], axis=-1)).any(), "here the bias counts"
+  weights = np.take_along_axis(scores, chosen, -1)
+  if renormalize:
+    weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+  experts, ours = moe.route(cfg, {"router": router, "bias": bias}, x)
+  order = np.argsort(experts, axis=-1)
+  np.testing.assert_array_equal(np.take_along_axis(np.asarray(experts), order, -1), chosen)
+  assert ours.dtype == jnp.float32
+  assert_close(np.take_along_axis(np.asarray(ours), order, -1), weights * 2.446, 1e-6, "weights")
+
+
+def test_router_sees_bfloat16_inputs_in_float32():
+  generator = rng(4)
+  cfg = small_config(num_experts=64, num_experts_per_token=8)
+  x, router = (jnp.asarray(generator.standard_normal(s), jnp.bfloat16) for s in ((64, 64), (64, 64)))
+  scores = sigmoid(np.asarray(x, np.float64) @ np.asarray(router, np.float64) / 8)
+  # Powers of two scale exactly in bfloat16.
+  experts, _ = moe.route(cfg, {"router": router / 8, "bias": jnp.zeros(64)}, x)
+  np.testing.assert_array_equal(np.sort(experts, -1), np.sort(np.argsort(-scores, -1)[:, :8], -1))
+  rounded = np.asarray((x @ (router / 8)), np.float64)
+  assert (np.sort(np.argsort(-rounded, -1)[:, :8], -1) != np.sort(experts, -1)).any(), "bfloat16 logits would flip some"
+
+
+# Experts
+
+
+def sizes_of(generator, rows, groups):
+  """Random group sizes with at least a third of the groups empty."""
+  live = generator.choice(groups, size=max(1, groups * 2 // 3), replace=False)
+  return np.bincount(generator.choice(live, size=rows), minlength=groups).astype(np.int32)
+
+
+@pytest.mark.parametrize("implementation", ["loop", "ragged_dot"])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 100])
+def test_grouped_matmul_multiplies_each_group_by_its_matrix(implementation, rows):
+  generator = rng(rows)
+  groups, first, total = 6, 4, 13
+  x, x64 = normal(generator, rows, 24)
+  # Matrices that aren't meant hold NaN: they touch nothing.
+  w, w64 = normal(generator, total, 24, 20)
+  if implementation == "loop":
+    w = w.at[:first].set(jnp.nan).at[first + groups :].set(jnp.nan)
+  # Traced, as a loop over layers passes it.
+  function = jax.jit(functools.partial(linears.grouped_matmul, implementation=implementation))
+  for sizes in (sizes_of(generator, rows, groups), np.eye(1, groups, 5, dtype=np.int32)[0] * rows):
+    group_of_row = np.repeat(np.arange(groups), sizes)
+    expected = np.einsum("mi,mio->mo", x64, w64[first + group_of_row])
+    ours = function(x, w, jnp.asarray(sizes), jnp.asarray(first))
+    assert ours.dtype == jnp.float32
+    assert_close(ours, expected, 2e-5, f"{implementation} {sizes}")
+
+
+def test_ragged_dot_on_one_layers_matrices_alone():
+  generator = rng(1)
+  (x, x64), (w, w64) = normal(generator, 30, 24), normal(generator, 6, 24, 20)
+  sizes = sizes_of(generator, 30, 6)
+  ours = linears.grouped_matmul(x, w, jnp.asarray(sizes), 0, "ragged_dot")
+  assert_close(ours, np.einsum("mi,mio->mo", x64, w64[np.repeat(np.arange(6), sizes)]), 2e-5, "ragged_dot")
+
+
+def test_unknown_grouped_matmul_is_refused():
+  with pytest.raises(ValueError, match=r"megablox.*ragged_dot.*loop"):
+    linears.grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.asarray([2]), 0, "megablox")
+
+
+@pytest.mark.parametrize("implementation", moe.GROUPED_MATMULS)
+def test_routed_experts_are_weighted_on_their_output(implementation):
+  generator = rng(5)
+  cfg = small_config(num_experts=8, num_experts_per_token=3, grouped_matmul_implementation=implementation)
+  n, latent, f, layer = 33, 32, 32, 1
+  z, z64 = normal(generator, n, latent)
+  wi, wi64 = normal(generator, 3, 8, latent, 2, f, scale=0.5)
+  wo, wo64 = normal(generator, 3, 8, f, latent, scale=0.2)
+  # Experts 2 and 5 are never chosen.
+  experts = np.stack([generator.choice([0, 1, 3, 4, 6, 7], size=3, replace=False) for _ in range(n)]).astype(np.int32)
+  scales, scales64 = normal(generator, n, 3)
+  expected = np.zeros((n, latent))
+  for token in range(n):
+    for e, scale in zip(experts[token], scales64[token], strict=True):
+      hidden = np.einsum("l,lcf->cf", z64[token], wi64[layer, e])
+      expected[token] += scale * (situ64(hidden[0], hidden[1]) @ wo64[layer, e])
+  w = {"wi": wi, "wo": wo}
+  ours = moe.routed_experts(cfg, w, z, jnp.asarray(experts), scales, jnp.asarray(layer))
+  assert ours.dtype == jnp.float32
+  assert_close(ours, expected, 1e-4, implementation)  # values reach 50
+
+
+def test_whole_moe_layer_is_the_formula():
+  """The order of latent projections, norm and shared expert, at full width and in a latent space."""
+  generator = rng(6)
+  for latent in (32, 0):
+    cfg = small_config(latent_size=latent, latent_norm=bool(latent), num_shared_experts=2, routed_scaling_factor=2.446)
+    width = latent or 64
+    made = {
+      "router": normal(generator, 64, 8, scale=0.2),
+      "bias": normal(generator, 8, scale=0.2),
+      "wi": normal(generator, 1, 8, width, 2, 32, scale=0.2),
+      "wo": normal(generator, 1, 8, 32, width, scale=0.01),  # small sums, where the norm's epsilon counts
+      "shared_wi": normal(generator, 64, 2, 64, scale=0.1),
+      "shared_wo": normal(generator, 64, 64, scale=0.1),
+    }
+    if latent:
+      made |= {
+        "down": normal(generator, 64, latent, scale=0.1),
+        "up": normal(generator, latent, 64, scale=0.2),
+        "norm": normal(generator, latent),
+      }
+    w32, w = ({k: v[i] for k, v in made.items()} for i in (0, 1))
+    x, x64 = normal(generator, 2, 10, 64)
+    tokens = x64.reshape(-1, 64)
+    scores = sigmoid(tokens @ w["router"])
+    chosen = np.argsort(-(scores + w["bias"]), -1)[:, :2]
+    z = tokens @ w["down"] if latent else tokens
+    y = np.zeros((20, width))
+    for t in range(20):
+      for e in chosen[t]:
+        hidden = np.einsum("l,lcf->cf", z[t], w["wi"][0, e])
+        y[t] += scores[t, e] / scores[t, chosen[t]].sum() * 2.446 * (situ64(*hidden) @ w["wo"][0, e])
+    if latent:
+      y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * w["norm"] @ w["up"]
+    hidden = np.einsum("nd,dcf->ncf", tokens, w["shared_wi"])
+    expected = (y + situ64(hidden[:, 0], hidden[:, 1]) @ w["shared_wo"]).reshape(x.shape)
+    shared = {"wi": w32["shared_wi"], "wo": w32["shared_wo"]}
+    experts = {"wi": w32["wi"], "wo": w32["wo"]}
+    assert_close(moe.moe(cfg, w32 | {"shared": shared}, experts, x, 0), expected, 2e-5, f"latent {latent}")
+
+
+# The delta rule over a chunk
+
+
+def delta_rule64(q, k, v, g, beta, state):
+  """Token by token; q, k, g [B, T, H, K], v [B, T, H, V], beta [B, T, H], state [B, H, K, V]."""
+  out = np.zeros(v.shape)
+  state = state.copy()
+  for t in range(q.shape[1]):
+    state *= np.exp(g[:, t])[..., None]
+    r = v[:, t] - np.einsum("bhkv,bhk->bhv", state, k[:, t])
+    state += beta[:, t, :, None, None] * k[:, t, :, :, None] * r[:, :, None]
+    out[:, t] = np.einsum("bhkv,bhk->bhv", state, q[:, t]) * q.shape[-1] ** -0.5
+  return out, state
+
+
+def delta_rule_case(seed, batch, t, heads, dim, bound):
+  generator = rng(seed)
+  q, k = (generator.standard_normal((batch, t, heads, dim)) for _ in range(2))
+  q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+  decay = generator.standard_normal((batch, t, heads, dim)) * 2
+  a_log, dt_bias = np.log(generator.uniform(1, 16, heads)), generator.uniform(-6, 0, (heads, dim))
+  rate = np.exp(a_log)[:, None]
+  softplus = np.log1p(np.exp(decay + dt_bias))
+  case = {
+    "q": q,
+    "k": k,
+    "v": generator.standard_normal((batch, t, heads, dim)),
+    "beta": generator.uniform(0, 1, (batch, t, heads)),
+    "state": generator.standard_normal((batch, heads, dim, dim)),
+  }
+  g = -rate * softplus if bound is None else bound * sigmoid(rate * (decay + dt_bias))
+  return case, g, {"decay": decay, "a_log": a_log, "dt_bias": dt_bias}
+
+
+@pytest.mark.parametrize(
+  ("implementation", "bound", "t"),
+  [("xla", -5.0, 1), ("xla", -5.0, 65), ("xla", None, 65), ("xla_chunked", -5.0, 64), ("xla_chunked", -5.0, 130)],
+)
+def test_delta_rule_over_a_chunk_is_the_recurrence(implementation, bound, t):
+  case, g, raw = delta_rule_case(t, 2, t, 2, 32, bound)
+  lengths = np.array([t, t // 2])  # the second row is half padding
+  valid = np.arange(t) < lengths[:, None]
+  as32 = {k: jnp.asarray(v, jnp.float32) for k, v in (case | raw).items()}
+  function = jax.jit(
+    lambda q, k, v, decay, beta, state, a_log, dt_bias: kda_prefill.delta_rule(
+      *(q, k, v, decay, beta, state, jnp.asarray(valid)),
+      a_log=a_log,
+      dt_bias=dt_bias,
+      gate_lower_bound=bound,
+      implementation=implementation,
+    )
+  )
+  out, state = function(**as32)
+  for row, n in enumerate(lengths):
+    one = {k: v[row : row + 1] if k == "state" else v[row : row + 1, :n] for k, v in case.items()}
+    expected, expected_state = delta_rule64(g=g[row : row + 1, :n], **one)
+    # The chunked form multiplies by exp of sums of decays and divides by them again, which costs it two digits.
+    tolerance = 2e-5 if implementation == "xla" else 1e-4
+    assert_close(out[row : row + 1, :n], expected, tolerance, f"read-outs of row {row}")
+    assert_close(state[row : row + 1], expected_state, tolerance, f"state of row {row}")
+
+
+# KDA and MLA layers whose state is beside NaN
+
+
+def random_weights(declared, seed):
+  leaves, structure = jax.tree.flatten(declared, is_leaf=lambda x: hasattr(x, "sources"))
+  keys = jax.random.split(jax.random.key(seed), len(leaves))
+  return jax.tree.unflatten(structure, [w.init(k, w.shape) for w, k in zip(leaves, keys, strict=True)])
+
+
+def kda64(cfg, w, x):
+  """A KDA layer over one sequence [T, D] from nothing; the float64 state and read-out too."""
+  w = {k: np.asarray(v, np.float64) for k, v in w.items()}
+  t, h, k = x.shape[0], cfg.kda_num_heads, cfg.kda_head_dim
+  qkv = np.einsum("td,dchk->tchk", x, w["qkv"])
+  padded = np.concatenate([np.zeros((3, 3, h, k)), qkv])
+  y = sum(w["conv"][:, i] * padded[i : i + t] for i in range(4))
+  y = y * sigmoid(y)
+  q, key = (y[:, i] / np.sqrt((y[:, i] ** 2).sum(-1, keepdims=True) + 1e-6) for i in (0, 1))
+  raw = np.einsum("tk,khj->thj", x @ w["f_a"], w["f_b"]) + w["dt_bias"]
+  rate = np.exp(w["a_log"])[:, None]
+  bounded = cfg.kda_gate_lower_bound is not None
+  g = cfg.kda_gate_lower_bound * sigmoid(rate * raw) if bounded else -rate * np.log1p(np.exp(raw))
+  beta = sigmoid(x @ w["b"])
+  batched = (a[None] for a in (q, key, y[:, 2], g, beta))
+  o, state = delta_rule64(*batched, np.zeros((1, h, k, k)))
+  o = o[0] / np.sqrt((o[0] ** 2).mean(-1, keepdims=True) + 1e-5) * w["o_norm"]
+  gate = np.einsum("td,dhk->thk", x, w["g"]) if cfg.kda_full_rank_gate else None
+  if gate is None:
+    gate = np.einsum("tk,khj->thj", x @ w["g_a"], w["g_b"])
+  return np.einsum("thk,hkd->td", o * sigmoid(gate), w["o"]), state[0], qkv[-3:]
+
+
+@pytest.mark.parametrize("changes", [{}, {"kda_gate_lower_bound": None, "kda_full_rank_gate": False}])
+def test_kda_layer_prefill_and_decode_are_the_formula(changes):
+  cfg = small_config(**changes)
+  w = random_weights(attention_kda.weights(cfg), 11)
+  x, x64 = normal(rng(12), 2, 20, 64)
+  shapes = attention_kda.cache_shapes(cfg, 2, 2)
+  cache = KdaCache(*(jnp.full(s.shape, jnp.nan, s.dtype).at[1].set(0) for s in shapes))  # layer 0 isn't ours
+  prefill, decode = (jax.jit(f, static_argnums=0) for f in (attention_kda.prefill, attention_kda.decode))
+  out, cache = prefill(cfg, w, x[:, :12], jnp.asarray([12, 9]), cache, 1)
+  steps = [[], []]
+  for t in range(8):
+    both = jnp.stack([x[0, 12 + t], x[1, 9 + t]])
+    step, cache = decode(cfg, w, both, jnp.arange(2, dtype=jnp.int32), cache, 1)
+    for row in range(2):
+      steps[row].append(step[row])
+  for row, n in enumerate((12, 9)):
+    expected, state, history = kda64(cfg, w, x64[row, : n + 8])
+    ours = np.concatenate([out[row, :n], np.stack(steps[row])])
+    assert_close(ours, expected, 2e-5, f"row {row}")
+    assert_close(cache.state[1, row], state, 1e-5, f"state of row {row}")
+    assert_close(cache.conv[1, row], history, 1e-5, f"history of row {row}")
+  assert np.isnan(cache.state[0]).all()
+
+
+def mla64(cfg, w, x):
+  """An MLA layer over one sequence [T, D], keys and values expanded, one full row of scores a query."""
+  w = {k: np.asarray(v, np.float64) for k, v in w.items()}
+
+  def norm(y, weight):
+    return y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+  q = np.einsum("tr,rhq->thq", norm(x @ w["q_a"], w["q_a_norm"]), w["q_b"]) if cfg.q_lora_rank else None
+  if q is None:
+    q = np.einsum("td,dhq->thq", x, w["q"])
+  c = x @ w["kv_a"]
+  latent, tail = norm(c[:, :32], w["kv_a_norm"]), c[:, 32:]
+  kv = np.einsum("tl,lhn->thn", latent, w["kv_b"])
+  out = np.zeros((x.shape[0], cfg.mla_num_heads, 16))
+  for t in range(x.shape[0]):
+    for h in range(cfg.mla_num_heads):
+      keys = np.concatenate([kv[: t + 1, h, :16], tail[: t + 1]], axis=-1)
+      s = keys @ q[t, h] * (16 + 8) ** -0.5
+      p = np.exp(s - s.max())
+      out[t, h] = p / p.sum() @ kv[: t + 1, h, 16:]
+  if cfg.mla_output_gate:
+    out = out * sigmoid(np.einsum("td,dhv->thv", x, w["g"]))
+  return np.einsum("thv,hvd->td", out, w["o"])
+
+
+@pytest.mark.parametrize("block", [8, 512])
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0, "mla_output_gate": False}])
+def test_mla_layer_prefill_and_absorbed_decode_are_the_formula(changes, block, monkeypatch):
+  """In one block of keys and in many; what lies beyond a row's own tokens is NaN."""
+  monkeypatch.setattr(attention_mla, "_KEY_BLOCK", block)
+  cfg = small_config(**changes)
+  w = random_weights(attention_mla.weights(cfg), 13)
+  x, x64 = normal(rng(14), 2, 30, 64)
+  shape = attention_mla.cache_shapes(cfg, 2, 2, 40).latent
+  cache = MlaCache(jnp.full(shape.shape, jnp.nan, shape.dtype))
+  start, lengths = jnp.zeros(2, jnp.int32), np.array([19, 11])
+  # Traced anew for each block size, which is no argument.
+  prefill, decode = (jax.jit(lambda *args, f=f: f(cfg, *args)) for f in (attention_mla.prefill, attention_mla.decode))
+  out, cache = prefill(w, x[:, :19], start, jnp.asarray(lengths), cache, 1)
+  steps = [[], []]
+  for t in range(11):
+    both = jnp.stack([x[0, 19 + t], x[1, 11 + t]])
+    step, cache = decode(w, both, jnp.arange(2), jnp.asarray(lengths + t, jnp.int32), cache, 1)
+    for row in range(2):
+      steps[row].append(step[row])
+  for row, n in enumerate(lengths):
+    ours = np.concatenate([out[row, :n], np.stack(steps[row])])
+    assert_close(ours, mla64(cfg, w, x64[row, : n + 11]), 1e-5, f"row {row}")
+    assert np.isnan(cache.latent[1, row, n + 11 :]).all()
+  assert np.isnan(cache.latent[0]).all()
+
+
+def test_empty_cache_of_the_tests_is_nan_where_nobody_may_read():
+  cache = empty_cache(small_config(), 3, live=(1,), max_length=8)
+  assert np.isnan(cache.kda.state[:, (0, 2), ...]).all()
+  assert not np.asarray(cache.kda.state[:, 1]).any()
+  assert np.isnan(cache.mla.latent).all()
+
+
+# MXFP4
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_unpack_reads_hand_written_bytes():
+  # One row: elements 0, 1, 2, … of two groups; the low nibble comes first.
+  packed = np.zeros((1, 32), np.uint8)
+  packed[0, 0] = 0x21  # element 0 is code 1, element 1 is code 2
+  packed[0, 1] = 0xF7  # 6, then -6
+  packed[0, 15] = 0x80  # +0, then -0
+  packed[0, 16] = 0x5C  # second group: -2, then 3
+  values = mxfp4.unpack(packed, np.array([[127, 130]], np.uint8))
+  assert values.dtype == np.float32
+  np.testing.assert_array_equal(values[0, :4], [0.5, 1.0, 6.0, -6.0])
+  assert np.signbit(values[0, 31]) and values[0, 31] == 0
+  np.testing.assert_array_equal(values[0, 32:34], [-16.0, 24.0])
+  assert not values[0, 4:32].any() and not values[0, 34:].any()
+
+
+def test_unpack_decodes_every_code_at_every_scale():
+  codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+  for exponent in range(253):  # beyond, 6 overflows float32
+    ours = mxfp4.unpack(codes, np.full((16, 1), exponent, np.uint8))
+    signed = np.array([*E2M1, *(-v for v in E2M1)])
+    expected = np.stack([signed[codes & 15], signed[codes >> 4]], axis=-1).reshape(16, 32) * 2.0 ** (exponent - 127)
+    np.testing.assert_array_equal(ours, expected)
+    # Exact in bfloat16 as well.
+    np.testing.assert_array_equal(ours.astype(ml_dtypes.bfloat16).astype(np.float32), ours)
+
+
+def test_unpack_agrees_with_ml_dtypes():
+  generator = rng()
+  packed = generator.integers(0, 256, (8, 64), dtype=np.uint8)
+  scale = generator.integers(100, 150, (8, 4), dtype=np.uint8)
+  nibbles = np.stack([packed % 16, packed // 16], axis=-1).reshape(8, 128)
+  values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+  scales = np.repeat(scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), 32, axis=1)
+  np.testing.assert_array_equal(mxfp4.unpack(packed, scale), values * scales)
+
+
+def test_unpack_refuses_nan_scales_and_shapes_that_dont_belong_together():
+  with pytest.raises(ValueError, match="255"):
+    mxfp4.unpack(np.zeros((1, 16), np.uint8), np.array([[255]], np.uint8))
+  for scale in ((1, 2), (2, 1)):
+    with pytest.raises(ValueError, match="belong together"):
+      mxfp4.unpack(np.zeros((1, 16), np.uint8), np.zeros(scale, np.uint8))
+
+
+def test_pack_takes_the_nearest_value():
+  """Against an exhaustive search over E2M1, with the scale that the OCP specification prescribes."""
+  w = (rng(1).standard_normal((32, 128)) * np.exp2(rng(2).integers(-30, 30, (32, 1)))).astype(np.float32)
+  packed, scale = mxfp4.pack(w)
+  groups = w.reshape(32, 4, 32).astype(np.float64)
+  exponents = np.floor(np.log2(np.abs(groups).max(-1))) - 2
+  np.testing.assert_array_equal(scale, exponents + 127)
+  grid = np.array([*E2M1, *(-v for v in E2M1)])
+  unscaled = groups / np.exp2(exponents)[..., None]
+  nearest = np.abs(unscaled[..., None] - grid).min(-1)
+  ours = mxfp4.unpack(packed, scale).reshape(groups.shape) / np.exp2(exponents)[..., None]
+  np.testing.assert_array_equal(np.abs(ours - unscaled), nearest)
+
+
+def test_pack_rounds_ties_to_even_clips_and_keeps_signs_and_zero_groups():
+  row = np.zeros(64, np.float32)
+  # The group's scale is 1 (its largest is in [4, 8)); ties: 0.25 → 0, 0.75 → 1, 1.25 → 1, 2.5 → 2, 3.5 → 4, 5 → 4.
+  row[:9] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.9, -0.75]
+  packed, scale = mxfp4.pack(row[None])
+  np.testing.assert_array_equal(scale, [[127, 127]])
+  np.testing.assert_array_equal(mxfp4.unpack(packed, scale)[0, :9], [0, 1, 1, 2, 2, 4, 4, 6, -1])
+  assert not mxfp4.unpack(packed, scale)[0, 32:].any()
+
+
+def test_packing_what_was_unpacked_changes_no_value():
+  packed = rng(3).integers(0, 256, (16, 64), dtype=np.uint8)
+  scale = rng(4).integers(60, 190, (16, 4), dtype=np.uint8)
+  values = mxfp4.unpack(packed, scale)
+  np.testing.assert_array_equal(mxfp4.unpack(*mxfp4.pack(values)), values)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_fake_quantize_is_pack_and_unpack_and_idempotent(axis):
+  w = jnp.asarray(rng(5).standard_normal((64, 96)) * 0.05, jnp.float32)
+  quantized = mxfp4.fake_quantize(w, axis)
+  # Not w + (rounded − w) rounded once more: what is trained must be what is shipped, to the bit.
+  ours = np.moveaxis(np.asarray(quantized), axis, -1)
+  np.testing.assert_array_equal(ours, mxfp4.unpack(*mxfp4.pack(np.moveaxis(np.asarray(w), axis, -1))))
+  np.testing.assert_array_equal(mxfp4.fake_quantize(quantized, axis), quantized)
+
+
+def test_fake_quantize_has_the_gradient_of_the_identity():
+  w = jnp.asarray(rng(6).standard_normal((4, 64)), jnp.float32)
+  factors = jnp.asarray(rng(7).standard_normal((4, 64)), jnp.float32)
+  gradient = jax.grad(lambda x: jnp.sum(mxfp4.fake_quantize(x, 1) * factors))(w)
+  np.testing.assert_array_equal(gradient, factors)
