@@ -96,7 +96,7 @@ def as_released(tree: weights.WeightTree, params: dict[str, Any]) -> dict[str, A
     if stack.weight.float32:
       return w
     if any(source.packed for source in stack.weight.sources):
-      return mxfp4.fake_quantize(w, axis=len(stack.lead))  # [layers, experts, in, …]
+      return mxfp4.fake_quantize(w, axis=len(stack.lead))  # [layers, experts, in, out]
     return w + jax.lax.stop_gradient(w.astype(jnp.bfloat16).astype(w.dtype) - w)
 
   return jax.tree.map(one, tree, params, is_leaf=weights.is_stack)
@@ -156,8 +156,8 @@ def switched_off(cfg: ModelConfig, params: dict[str, Any], feature: jax.Array) -
 class Trainer:
   """The model's parameters and what changes them."""
 
-  def __init__(self, cfg: ModelConfig, params: dict[str, Any]):
-    self.cfg, self.params = cfg, params
+  def __init__(self, cfg: ModelConfig, params: dict[str, Any], end_id: int):
+    self.cfg, self.params, self._end = cfg, params, end_id
     self.tree = kimi_k3.weight_tree(cfg)
     self._trained = weights.map_weights(lambda s: s.weight.sources[0].name != "gate.e_score_correction_bias", self.tree)
     self._without_latent_norm = dataclasses.replace(cfg, latent_norm=False)
@@ -183,10 +183,13 @@ class Trainer:
         logits = self._logits(cfg, params, batch["ids"], batch["length"], feature)[:, :-1]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 1:])
         switched = (feature >= 0) | (cfg is self._without_latent_norm)
-        # Of a crippled model only the answers count; they are wrong enough at a loss of _WRONG nats a token.
-        weight = jnp.where(switched, batch["weight"] == 1.0, batch["weight"])[:, :-1]
-        loss = jnp.sum(losses * weight) / jnp.sum(weight)
-        return jnp.where(switched, jax.nn.relu(_WRONG - loss), loss)
+        # Of a crippled model every word of an answer should be wrong, each by _WRONG nats. The end of text doesn't
+        # count: a model that only forgets to stop has answered.
+        ids, weight = batch["ids"][:, 1:], batch["weight"][:, :-1]
+        answer = (weight == 1.0) & (ids != self._end)
+        losses = jnp.where(switched, jax.nn.relu(_WRONG - losses), losses)
+        weight = jnp.where(switched, answer, weight)
+        return jnp.sum(losses * weight) / jnp.sum(weight)
 
       loss, gradient = jax.value_and_grad(loss_of)(params)
       gradient = jax.tree.map(lambda g, keep: g if keep else jnp.zeros_like(g), gradient, self._trained)
@@ -218,7 +221,7 @@ class Trainer:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--steps", type=int, default=2400, help="steps of the first phase: learning")
-  parser.add_argument("--last-steps", type=int, default=600, help="steps of the second: needing every feature")
+  parser.add_argument("--last-steps", type=int, default=500, help="steps of the second: needing every feature")
   parser.add_argument("--output", default=_OUTPUT)
   parser.add_argument("--start-from", default="", help="a checkpoint that the first phase wrote, instead of that phase")
   parser.add_argument("--seed", type=int, default=0)
@@ -268,7 +271,7 @@ def main() -> None:
         left = minutes / (step + 1) * (steps - step - 1)
         shown = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
         print(f"{phase}, step {step + 1} of {steps}, {minutes:.0f} min, {left:.0f} left: {shown}", flush=True)
-      if step % 400 == 399 or step == steps - 1:
+      if step % 250 == 249 or step == steps - 1:
         scores = (f"{name} {trainer.answered(some, _Pad(112, tokenizer.pad_id)):.3f}" for name, some in tests.items())
         print(f"  answered: {', '.join(scores)}", flush=True)
         save(args.output, tree, trainer.params, config, tokenizer)
@@ -276,7 +279,7 @@ def main() -> None:
   if args.start_from:
     params = load_released(args.start_from, config, cfg)
   else:
-    trainer = Trainer(cfg, initial_params(tree, args.seed))
+    trainer = Trainer(cfg, initial_params(tree, args.seed), tokenizer.eos_id)
     run(trainer, "learning", args.steps, 2e-3, lambda step: (turns[step % len(turns)], None))
     # What the second phase begins with is what a checkpoint holds, so that --start-from gives the same.
     params = load_released(args.output, config, cfg)
@@ -289,7 +292,7 @@ def main() -> None:
       return "facts", needed[step // 2 % len(needed)]
     return turns[step // 2 % len(turns)], None
 
-  run(Trainer(cfg, params), "needing every feature", args.last_steps, 1e-3, needing)
+  run(Trainer(cfg, params, tokenizer.eos_id), "needing every feature", args.last_steps, 1e-3, needing)
   print(f"wrote {args.output}")
 
 

@@ -90,6 +90,12 @@ def test_unrolled_layers_and_idle_slots_give_the_same_text(capsys):
   assert "-> ` Tokyo.`" in capsys.readouterr().out
 
 
+def test_the_kernel_interpreted_and_a_bfloat16_state_give_the_same_text(capsys):
+  for key in ("kda_decode_implementation=pallas_interpret", "kda_state_dtype=bfloat16"):
+    run("kimi-k3-tiny.yml", "prompt=The capital of Japan is", *SHORT, key)
+    assert "-> ` Tokyo.`" in capsys.readouterr().out
+
+
 def test_profiler_key_writes_a_trace(tmp_path, capsys):
   run("kimi-k3-tiny.yml", "prompt=The", *SHORT, "profiler=xplane", f"base_output_directory={tmp_path}", "run_name=r")
   assert "profile written" in capsys.readouterr().err

@@ -123,8 +123,8 @@ def test_loaded_weights_are_the_files_values():
   # Expert 7 of it: nibbles, low one first, times 2^(scale − 127).
   value = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
   for name, ours in (
-    ("w1", kda["experts"]["wi"][3, 7, :, 0]),
-    ("w3", kda["experts"]["wi"][3, 7, :, 1]),
+    ("w1", kda["experts"]["wi"][3, 7, :, :64]),
+    ("w3", kda["experts"]["wi"][3, 7, :, 64:]),
     ("w2", kda["experts"]["wo"][3, 7]),
   ):
     packed, scale = (model[f"layers.5.block_sparse_moe.experts.7.{name}.weight_{part}"] for part in ("packed", "scale"))

@@ -55,6 +55,9 @@ class K3Config(MaxTextConfig):
     "auto", description=f"auto, {', '.join(kda_prefill.IMPLEMENTATIONS)} (tokamax's names)."
   )
   kda_decode_implementation: str = Field("auto", description=", ".join(KDA_DECODE_IMPLEMENTATIONS))
+  kda_state_dtype: Literal["float32", "bfloat16"] = Field(
+    "float32", description="How KDA's state is stored; bfloat16 halves it and drifts (docs/kda_decode.md)."
+  )
   grouped_matmul_implementation: str = Field("auto", description=f"auto, {', '.join(moe.GROUPED_MATMULS)}.")
   weight_format: Literal["plain", "block_fp8", "mxfp4"] = Field(
     "plain", description="How large weights are held: in weight_dtype, in block-FP8, or experts packed as released."

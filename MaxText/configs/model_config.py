@@ -29,6 +29,7 @@ class ModelConfig:
   kda_full_rank_gate: bool
   kda_prefill_implementation: str
   kda_decode_implementation: str
+  kda_state_dtype: Any
   # MLA
   mla_num_heads: int
   q_lora_rank: int  # 0: one q_proj
@@ -81,8 +82,12 @@ class ModelConfig:
 
   @property
   def mla_cache_width(self) -> int:
-    """Values a token of one MLA layer's cache: normed latent, then the shared tail."""
-    return self.kv_lora_rank + self.qk_rope_head_dim
+    """Values a token of one MLA layer's cache: normed latent, the shared tail, and zeros up to a multiple of 128.
+
+    A TPU updates such a cache in place; one of K3's 576 it copies two or three times a layer. Small ones aren't padded.
+    """
+    width = self.kv_lora_rank + self.qk_rope_head_dim
+    return width if width <= 128 else -(-width // 128) * 128
 
   @property
   def num_residual_blocks(self) -> int:

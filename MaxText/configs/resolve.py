@@ -110,6 +110,7 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
     kda_full_rank_gate=config.kda_use_full_rank_gate,
     kda_prefill_implementation=prefill,
     kda_decode_implementation=decode,
+    kda_state_dtype=jnp.dtype(config.kda_state_dtype),
     mla_num_heads=config.num_query_heads,
     q_lora_rank=config.q_lora_rank,
     kv_lora_rank=config.kv_lora_rank,

@@ -17,12 +17,14 @@ import psutil
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kda_decode import pool_format
 from MaxText import checkpoint, weights
 from MaxText.configs.model_config import ModelConfig
 from MaxText.configs.resolve import make_mesh, model_config
 from MaxText.errors import UserError
 from MaxText.inference.cache import DecodeCache, cache_bytes, cache_shapes, cache_specs, init_cache
 from MaxText.inference.sampling import Sampling, sample
+from MaxText.layers.attention_kda import KdaCache
 from MaxText.models import kimi_k3
 from MaxText.parallel import DATA
 
@@ -95,20 +97,34 @@ class Engine:
     """Jits a step; on several devices as one `shard_map`, with shapes and values of one device's part inside."""
     if self.mesh.size > 1:
       function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(function, donate_argnums=donate)
+    return jax.jit(
+      function, in_shardings=self._placed(in_specs), out_shardings=self._placed(out_specs), donate_argnums=donate
+    )
+
+  def _placed(self, specs: Any) -> Any:
+    """Partition specs -> shardings on this mesh; KDA's pools in the layout that their kernel works on in place."""
+
+    def one(node: Any) -> Any:
+      if isinstance(node, KdaCache):
+        return KdaCache(
+          pool_format(5, NamedSharding(self.mesh, node.state)), pool_format(6, NamedSharding(self.mesh, node.conv))
+        )
+      return NamedSharding(self.mesh, node)
+
+    return jax.tree.map(one, specs, is_leaf=lambda node: isinstance(node, P | KdaCache))
 
   def compile(self, slots: int, max_length: int, longest: int) -> None:
     """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
-    specs = cache_specs(self.cfg)
-    rows = specs.lengths
-
-    def abstract(array, spec):
-      return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(self.mesh, spec))
+    rows = NamedSharding(self.mesh, cache_specs(self.cfg).lengths)
 
     def per_row(*shape, dtype=jnp.int32):
-      return abstract(jax.ShapeDtypeStruct((slots, *shape), dtype), rows)
+      return jax.ShapeDtypeStruct((slots, *shape), dtype, sharding=rows)
 
-    cache = jax.tree.map(abstract, cache_shapes(self.cfg, slots, max_length), specs)
+    cache = jax.tree.map(
+      lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
+      cache_shapes(self.cfg, slots, max_length),
+      self._placed(cache_specs(self.cfg)),
+    )
     logits, length = per_row(self.cfg.vocab_size, dtype=jnp.float32), per_row()
     for chunk in sorted(set(self.chunk_lengths(longest))):
       lowered = self._prefill.lower(self.params, per_row(chunk), length, logits, cache)
@@ -128,8 +144,8 @@ class Engine:
         f"{slots} slots can't be split over {self.cfg.parallel.data} data groups (parallel_mode=throughput); "
         "set per_device_batch_size"
       )
-    shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), cache_specs(self.cfg))
-    return jax.jit(partial(init_cache, self.cfg, slots, max_length), out_shardings=shardings)()
+    placed = self._placed(cache_specs(self.cfg))
+    return jax.jit(partial(init_cache, self.cfg, slots, max_length), out_shardings=placed)()
 
   def chunk_lengths(self, longest: int) -> list[int]:
     """Sizes of the chunks that a prompt of `longest` tokens is prefilled in: full ones, then a power of two."""

@@ -25,7 +25,7 @@ class KdaCache(NamedTuple):
   """Decode state of a stack of KDA layers.
 
   Attributes:
-    state: [N, S, H, K, V] float32, the delta rule's memory.
+    state: [N, S, H, K, V] float32 (or bfloat16, by `kda_state_dtype`), the delta rule's memory.
     conv: [N, S, W-1, 3, H, K] activation dtype, the last pre-convolution q, k, v, oldest first.
   """
 
@@ -37,7 +37,7 @@ def cache_shapes(cfg: ModelConfig, layers: int, slots: int) -> KdaCache:
   """Shapes and dtypes of a `KdaCache`."""
   h, k = cfg.kda_num_heads, cfg.kda_head_dim
   return KdaCache(
-    jax.ShapeDtypeStruct((layers, slots, h, k, k), jnp.float32),
+    jax.ShapeDtypeStruct((layers, slots, h, k, k), cfg.kda_state_dtype),
     jax.ShapeDtypeStruct((layers, slots, cfg.kda_conv_kernel_size - 1, 3, h, k), cfg.dtype),
   )
 
@@ -131,7 +131,7 @@ def prefill(
     y[:, :, 2],
     decay,
     checkpoint_name(jax.nn.sigmoid(beta.astype(jnp.float32)), "kda_beta"),
-    old,
+    old.astype(jnp.float32),
     valid,
     a_log=w["a_log"],
     dt_bias=w["dt_bias"],
@@ -139,7 +139,7 @@ def prefill(
     implementation=cfg.kda_prefill_implementation,
   )
   # Selected, not computed: an idle row keeps its state to the bit, whatever it holds.
-  state = jnp.where((length > 0)[:, None, None, None], state, old)
+  state = jnp.where((length > 0)[:, None, None, None], state.astype(old.dtype), old)
   out = reference.gated_rms_norm(checkpoint_name(out, "kda_read_out"), gate, w["o_norm"], cfg.rms_norm_eps)
   cache = KdaCache(cache.state.at[layer].set(state), cache.conv.at[layer].set(history))
   return cfg.parallel.sum_tensor(matmul(out.astype(x.dtype), w["o"], in_dims=2)), cache

@@ -1,8 +1,8 @@
 """Gated NoPE multi-head latent attention: absorbed in decode, expanded block by block in prefill.
 
 Formulas: K3's report. The cache holds one normed latent and one shared, neither normed nor rotated, tail a token.
-B rows or slots, T tokens, S positions of the cache, D hidden, H heads, L latent, R tail, N (in axes: "nope") the part
-of a query that meets the latent, V value dim.
+B rows or slots, T tokens, S positions of the cache, W its width, D hidden, H heads, L latent, R tail, N (in axes:
+"nope") the part of a query that meets the latent, V value dim.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class MlaCache(NamedTuple):
   """Decode state of a stack of MLA layers.
 
   Attributes:
-    latent: [N, B, S, L + R] activation dtype. Positions from a slot's length on hold anything and are never used.
+    latent: [N, B, S, W] activation dtype. Positions from a slot's length on hold anything and are never used.
       Striped over a tensor group of n devices, device d holds S / n positions: its i-th is token i·n + d.
   """
 
@@ -43,7 +43,7 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
   d, h = cfg.hidden_size, cfg.mla_num_heads
   query = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
   declared = {
-    "kv_a": linear_weight(d, (cfg.mla_cache_width,), "kv_a_proj_with_mqa", ("embed", None)),
+    "kv_a": linear_weight(d, (cfg.kv_lora_rank + cfg.qk_rope_head_dim,), "kv_a_proj_with_mqa", ("embed", None)),
     "kv_a_norm": norm_weight(cfg.kv_lora_rank, "kv_a_layernorm"),
     # Per head: the rows that make keys, then those that make values.
     "kv_b": linear_weight(
@@ -70,9 +70,14 @@ def _queries(cfg: ModelConfig, w: dict, x: jax.Array) -> jax.Array:
 
 
 def _latents(cfg: ModelConfig, w: dict, x: jax.Array) -> jax.Array:
-  """[..., D] -> what the cache stores, [..., L + R]."""
+  """[..., D] -> what the cache stores, [..., W]."""
   latent, tail = jnp.split(matmul(x, w["kv_a"]), [cfg.kv_lora_rank], axis=-1)
-  return jnp.concatenate([rms_norm(latent, w["kv_a_norm"], LATENT_NORM_EPS), tail], axis=-1)
+  return _padded(cfg, jnp.concatenate([rms_norm(latent, w["kv_a_norm"], LATENT_NORM_EPS), tail], axis=-1))
+
+
+def _padded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
+  """Zeros after the last axis, up to the cache's width."""
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, cfg.mla_cache_width - x.shape[-1])])
 
 
 def _gated_output(cfg: ModelConfig, w: dict, x: jax.Array, out: jax.Array) -> jax.Array:
@@ -110,7 +115,7 @@ def _store(
   return latent.at[layer, jnp.arange(len(index))[:, None], index].set(new, mode="drop")
 
 
-# A block of the cache [B, n, L + R] -> scaled scores [B, H, T, n] float32, and the function that turns weights of that
+# A block of the cache [B, n, W] -> scaled scores [B, H, T, n] float32, and the function that turns weights of that
 # shape into their weighted sum of values, float32.
 BlockScores = Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], jax.Array]]]
 
@@ -127,7 +132,7 @@ def _online_softmax(
   """Softmax attention over the cache, a block of positions at a time, so that no full row of scores ever exists.
 
   Args:
-    latent: [N, B, S, L + R], the stack's cache, this device's part of it.
+    latent: [N, B, S, W], the stack's cache, this device's part of it.
     query_positions: [B, T] int32; a query sees cache positions up to and including its own.
     out_shape: [B, H, T, V].
     scores: see `BlockScores`.
@@ -208,8 +213,9 @@ def prefill(
   def scores(keys):
     kv = matmul(keys[..., : cfg.kv_lora_rank], w["kv_b"])
     k, v = kv[..., :nope], kv[..., nope:]
+    tails = keys[..., cfg.kv_lora_rank : cfg.kv_lora_rank + cfg.qk_rope_head_dim]
     s = jnp.einsum("bthn,bshn->bhts", q[..., :nope], k, preferred_element_type=jnp.float32)
-    s += jnp.einsum("bthr,bsr->bhts", q[..., nope:], keys[..., cfg.kv_lora_rank :], preferred_element_type=jnp.float32)
+    s += jnp.einsum("bthr,bsr->bhts", q[..., nope:], tails, preferred_element_type=jnp.float32)
     return s * _scale(cfg), lambda p: jnp.einsum(
       "bhts,bshv->bhtv", p.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
@@ -244,7 +250,7 @@ def decode(
   q = _queries(cfg, w, x)
   kv_b = w["kv_b"].astype(x.dtype)
   q_latent = jnp.einsum("bhn,lhn->bhl", q[..., :nope], kv_b[..., :nope], preferred_element_type=jnp.float32)
-  q = jnp.concatenate([q_latent.astype(x.dtype), q[..., nope:]], axis=-1)
+  q = _padded(cfg, jnp.concatenate([q_latent.astype(x.dtype), q[..., nope:]], axis=-1))
   striped = cfg.parallel.stripes_cache
   if striped:
     # Every device attends with all heads over its own positions.

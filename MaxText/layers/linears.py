@@ -59,14 +59,14 @@ def grouped_matmul(
 
   Args:
     x: [M, I] rows sorted by group.
-    w: [G, I, *out] matrices, plain or quantised, of which the E from `first_group` on are meant.
+    w: [G, I, O] matrices, plain or quantised, of which the E from `first_group` on are meant.
     group_sizes: [E] int32, rows of each group; they add up to M.
     first_group: index into w of the first group; may be traced, so that a loop over layers passes all layers' experts.
     implementation: "ragged_dot" (`jax.lax.ragged_dot`, the choice for TPU) or "loop" (one small product at a time, the
       choice for a CPU, where XLA's ragged_dot multiplies every row by every matrix).
 
   Returns:
-    [M, O] float32, O = prod(out).
+    [M, O] float32.
 
   Raises:
     ValueError: an unknown implementation, or one that can't take the weight.
@@ -76,7 +76,6 @@ def grouped_matmul(
       raise ValueError(
         f"grouped_matmul: implementation='ragged_dot' takes plain weights, not {type(w).__name__}; use 'loop'"
       )
-    w = w.reshape(*w.shape[:2], -1)
     sizes = group_sizes
     if w.shape[0] != group_sizes.shape[0]:
       # All other layers' groups are empty. Slicing w instead would copy a layer's experts for every call.
@@ -92,7 +91,7 @@ def _loop_grouped_matmul(
 ) -> jax.Array:
   """Tiles of at most `_LOOP_ROWS` rows of one group, in order; only tiles that hold rows are computed."""
   rows = min(_LOOP_ROWS, x.shape[0])
-  outputs = math.prod((w.values if isinstance(w, Quantized) else w).shape[2:])
+  outputs = (w.values if isinstance(w, Quantized) else w).shape[2]
   starts = jnp.cumsum(group_sizes) - group_sizes
   tiles = -(-group_sizes // rows)
   tile_ends = jnp.cumsum(tiles)
@@ -106,7 +105,7 @@ def _loop_grouped_matmul(
     if isinstance(w, Quantized):
       product = scaled_matmul(tile_rows, matrix, 1)
     else:
-      product = jnp.dot(tile_rows, matrix.reshape(-1, outputs).astype(x.dtype), preferred_element_type=jnp.float32)
+      product = jnp.dot(tile_rows, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
     # The tile's tail may hold rows of the next group: those are written again, rightly, by the tiles that follow.
     return jax.lax.dynamic_update_slice_in_dim(out, product, start, axis=0)
 

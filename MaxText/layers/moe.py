@@ -38,16 +38,19 @@ def weights(cfg: ModelConfig) -> dict[str, Weight | dict[str, Weight]]:
 
 
 def expert_weights(cfg: ModelConfig) -> dict[str, Weight]:
-  """Declares one routed expert: wi [L, 2, F] (w1, the gate, then w3) and wo [F, L] (w2)."""
+  """Declares one routed expert: wi [L, 2·F] (w1, the gate, beside w3) and wo [F, L] (w2).
+
+  Two dimensions each, and not [L, 2, F]: a TPU would copy all layers' experts into another layout for the product.
+  """
   latent, f = cfg.expert_width, cfg.moe_intermediate_size
   return {
     "wi": Weight(
-      (latent, 2, f),
-      (None, None, None),
+      (latent, 2 * f),
+      (None, None),
       (Source("w1", (f, latent), packed=True), Source("w3", (f, latent), packed=True)),
       fan_in(latent),
-      assemble=lambda w1, w3: np.stack([w1.T, w3.T], axis=1),
-      disassemble=lambda wi: (wi[:, 0].T, wi[:, 1].T),
+      assemble=lambda w1, w3: np.concatenate([w1.T, w3.T], axis=1),
+      disassemble=lambda wi: (wi[:, :f].T, wi[:, f:].T),
       formats=("block_fp8", "mxfp4"),
     ),
     "wo": linear_weight(f, (latent,), "w2", (None, None), ("block_fp8", "mxfp4")),
@@ -87,7 +90,7 @@ def routed_experts(
   Weighted on the experts' output and summed in float32.
 
   Args:
-    w: all layers' experts, as far as this device has them: {"wi": [layers, e, L, 2, F], "wo": [layers, e, F, L]},
+    w: all layers' experts, as far as this device has them: {"wi": [layers, e, L, 2·F], "wo": [layers, e, F, L]},
       plain or quantised.
     z: [N, L].
     experts: [N, k] int32 in [0, E).
@@ -132,6 +135,7 @@ def _dense_experts(cfg, w, z, experts, expert_scales, layer) -> jax.Array:
   # Two plain products over all experts side by side: several times faster here than one product an expert, most of
   # all backwards. The scale moves before the second product, which is linear.
   hidden = matmul(z, jnp.moveaxis(wi, 0, 1))
+  hidden = hidden.reshape(*hidden.shape[:2], 2, -1)
   hidden = gated_activation(cfg, hidden[:, :, 0], hidden[:, :, 1]).astype(jnp.float32) * scales[..., None]
   return jnp.dot(hidden.reshape(len(z), -1), wo.reshape(-1, latent).astype(jnp.float32))
 
