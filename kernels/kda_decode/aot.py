@@ -34,16 +34,16 @@ def abstract_arguments(batch, heads, sharding, *, layers, slots, dtype, state_dt
 
   f32, i32 = jnp.float32, jnp.int32
   return dict(
-      **{name: array((batch, heads * key_dim), dtype) for name in ("q", "k", "v", "decay", "gate")},
-      beta=array((batch, heads), dtype),
-      state=array((layers, slots, heads, key_dim, key_dim), state_dtype),
-      conv_state=array((layers, slots, WIDTH - 1, 3, heads, key_dim), dtype),
-      layer=array((), i32),
-      slots=array((batch,), i32),
-      conv_weight=array((3, WIDTH, heads, key_dim), f32),
-      a_log=array((heads,), f32),
-      dt_bias=array((heads, key_dim), f32),
-      o_norm=array((key_dim,), f32),
+    **{name: array((batch, heads * key_dim), dtype) for name in ("q", "k", "v", "decay", "gate")},
+    beta=array((batch, heads), dtype),
+    state=array((layers, slots, heads, key_dim, key_dim), state_dtype),
+    conv_state=array((layers, slots, WIDTH - 1, 3, heads, key_dim), dtype),
+    layer=array((), i32),
+    slots=array((batch,), i32),
+    conv_weight=array((3, WIDTH, heads, key_dim), f32),
+    a_log=array((heads,), f32),
+    dt_bias=array((heads, key_dim), f32),
+    o_norm=array((key_dim,), f32),
   )
 
 

@@ -13,24 +13,24 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 
 def kda_decode(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
-    gate: jax.Array,
-    state: jax.Array,
-    conv_state: jax.Array,
-    layer: jax.Array | int,
-    slots: jax.Array,
-    *,
-    conv_weight: jax.Array,
-    a_log: jax.Array,
-    dt_bias: jax.Array,
-    o_norm: jax.Array,
-    gate_lower_bound: float | None,
-    norm_eps: float,
-    implementation: Implementation,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  decay: jax.Array,
+  beta: jax.Array,
+  gate: jax.Array,
+  state: jax.Array,
+  conv_state: jax.Array,
+  layer: jax.Array | int,
+  slots: jax.Array,
+  *,
+  conv_weight: jax.Array,
+  a_log: jax.Array,
+  dt_bias: jax.Array,
+  o_norm: jax.Array,
+  gate_lower_bound: float | None,
+  norm_eps: float,
+  implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """One token of Kimi Delta Attention for a batch of slots: everything between the input and output projections.
 
@@ -75,7 +75,7 @@ def kda_decode(
   _check(q, k, v, decay, beta, gate, state, conv_state, layer, slots, conv_weight, a_log, dt_bias, o_norm)
   if gate_lower_bound is not None and not gate_lower_bound < 0:
     raise ValueError(
-        f"kda_decode: gate_lower_bound={gate_lower_bound} must be negative (K3: -5.0), or None for the softplus decay."
+      f"kda_decode: gate_lower_bound={gate_lower_bound} must be negative (K3: -5.0), or None for the softplus decay."
     )
   layer = jnp.asarray(layer, jnp.int32)
   arrays = (q, k, v, decay, beta, gate, state, conv_state, layer, slots)
@@ -123,30 +123,30 @@ def _check(q, k, v, decay, beta, gate, state, conv_state, layer, slots, conv_wei
   f32 = (jnp.dtype(jnp.float32),)
   bf16 = jnp.dtype(jnp.bfloat16)
   expected = {
-      "q": (q, (b, h, kd), (*f32, bf16)),
-      "k": (k, (b, h, kd), act),
-      "v": (v, (b, h, vd), act),
-      "decay": (decay, (b, h, kd), act),
-      "beta": (beta, (b, h), act),
-      "gate": (gate, (b, h, vd), act),
-      "state": (state, (layers, num_slots, h, kd, vd), (*f32, bf16)),
-      "conv_state": (conv_state, (layers, num_slots, width - 1, 3, h, kd), act),
-      "slots": (slots, (b,), (jnp.dtype(jnp.int32),)),
-      "conv_weight": (conv_weight, (3, width, h, kd), f32),
-      "a_log": (a_log, (h,), f32),
-      "dt_bias": (dt_bias, (h, kd), f32),
-      "o_norm": (o_norm, (vd,), f32),
+    "q": (q, (b, h, kd), (*f32, bf16)),
+    "k": (k, (b, h, kd), act),
+    "v": (v, (b, h, vd), act),
+    "decay": (decay, (b, h, kd), act),
+    "beta": (beta, (b, h), act),
+    "gate": (gate, (b, h, vd), act),
+    "state": (state, (layers, num_slots, h, kd, vd), (*f32, bf16)),
+    "conv_state": (conv_state, (layers, num_slots, width - 1, 3, h, kd), act),
+    "slots": (slots, (b,), (jnp.dtype(jnp.int32),)),
+    "conv_weight": (conv_weight, (3, width, h, kd), f32),
+    "a_log": (a_log, (h,), f32),
+    "dt_bias": (dt_bias, (h, kd), f32),
+    "o_norm": (o_norm, (vd,), f32),
   }
   for name, (array, shape, dtypes) in expected.items():
     if array.shape != shape:
       raise ValueError(
-          f"kda_decode: {name} has shape {array.shape}; with q {q.shape}, state {state.shape} and conv_weight"
-          f" {conv_weight.shape} it must be {shape}."
+        f"kda_decode: {name} has shape {array.shape}; with q {q.shape}, state {state.shape} and conv_weight"
+        f" {conv_weight.shape} it must be {shape}."
       )
     if array.dtype not in dtypes:
       raise ValueError(
-          f"kda_decode: {name} is {array.dtype}; it must be {' or '.join(str(d) for d in dtypes)}"
-          f" (q, the activation dtype, is {q.dtype}). Cast it before the call."
+        f"kda_decode: {name} is {array.dtype}; it must be {' or '.join(str(d) for d in dtypes)}"
+        f" (q, the activation dtype, is {q.dtype}). Cast it before the call."
       )
   if jnp.ndim(layer) != 0:
     raise ValueError(f"kda_decode: layer has shape {jnp.shape(layer)}; it must be an int32 scalar.")

@@ -14,9 +14,7 @@ PIECES = 3  # bfloat16 pieces that hold a float32: 3 × 8 bits of significand
 MATRIX_COLUMNS = 2  # vectors that reach their columns through the matrix unit: decay and k
 
 
-def decay_factor(
-    decay: jax.Array, rate: jax.Array, dt_bias: jax.Array, gate_lower_bound: float | None
-) -> jax.Array:
+def decay_factor(decay: jax.Array, rate: jax.Array, dt_bias: jax.Array, gate_lower_bound: float | None) -> jax.Array:
   """exp(g), one head's decay. decay [R, K]; rate = exp(a_log) [1, 1]; dt_bias [1, K]. Returns [R, K]."""
   x = decay.astype(jnp.float32) + dt_bias
   if gate_lower_bound is None:
@@ -41,7 +39,8 @@ def head_vectors(taps, conv_weight, decay, rate, dt_bias, beta, active, gate_low
     (decay factor, k, q, beta·v, beta, q·k), each [R, K] float32; the last two repeat one number per row.
   """
   q, k, v = (
-      jax.nn.silu(sum(w * tap.astype(jnp.float32) for w, tap in zip(ws, xs))) for xs, ws in zip(taps, conv_weight)
+    jax.nn.silu(sum(w * tap.astype(jnp.float32) for w, tap in zip(ws, xs, strict=True)))
+    for xs, ws in zip(taps, conv_weight, strict=True)
   )
   q = l2norm(q) * q.shape[-1] ** -0.5
   k = l2norm(k)

@@ -60,13 +60,13 @@ def check_supported(heads: int, key_dim: int, interpret: bool) -> None:
   """Raises ValueError for a head size or a number of heads that the kernel can't take. Any batch is supported."""
   if heads > MAX_HEADS:
     raise ValueError(
-        f"kda_decode: the Pallas kernel was asked for {heads} heads on one device. It supports up to {MAX_HEADS}: split"
-        " the heads over devices with jax.shard_map, or use implementation='reference'."
+      f"kda_decode: the Pallas kernel was asked for {heads} heads on one device. It supports up to {MAX_HEADS}: split"
+      " the heads over devices with jax.shard_map, or use implementation='reference'."
     )
   if interpret and key_dim % 32 == 0:
     return
   if key_dim != 128:
     raise ValueError(
-        f"kda_decode: the Pallas kernel was asked for K = V = {key_dim}. It supports K = V = 128 on a TPU, and"
-        " multiples of 32 when interpreted. Use implementation='reference' for other sizes."
+      f"kda_decode: the Pallas kernel was asked for K = V = {key_dim}. It supports K = V = 128 on a TPU, and"
+      " multiples of 32 when interpreted. Use implementation='reference' for other sizes."
     )

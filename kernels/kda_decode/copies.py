@@ -92,7 +92,7 @@ class SlotCopies:
     @pl.when(bits < 0)
     def _():
       self.count[ring(block)] = jax.lax.fori_loop(
-          0, rows, lambda j, n: n + self.active(block, j).astype(jnp.int32), jnp.int32(0)
+        0, rows, lambda j, n: n + self.active(block, j).astype(jnp.int32), jnp.int32(0)
       )
 
   def _state_copy(self, step, j, write: bool):

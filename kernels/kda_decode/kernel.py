@@ -70,12 +70,12 @@ def _kernel(
   key_dim = state_buffer.shape[-1]
   width = conv_weight.shape[1]
   slot_copies = copies.SlotCopies(
-      blocks=blocks,
-      state=copies.Pool(state_hbm, state_buffer, state_read, state_write),
-      conv=copies.Pool(conv_hbm, conv_buffer, conv_read, conv_write),
-      layer=layer[0],
-      slots=slots,
-      count=count,
+    blocks=blocks,
+    state=copies.Pool(state_hbm, state_buffer, state_read, state_write),
+    conv=copies.Pool(conv_hbm, conv_buffer, conv_read, conv_write),
+    layer=layer[0],
+    slots=slots,
+    count=count,
   )
   step = pl.program_id(0)
   block = slot_copies.row_block(step)
@@ -108,14 +108,14 @@ def _kernel(
     for h in range(heads):
       head_rows = pl.ds(h, rows, stride=blocks.padded_heads)
       values = arithmetic.head_vectors(
-          [[*(taps.at[t, x][head_rows] for t in range(width - 1)), x_refs[x][:, lanes(h)]] for x in range(3)],
-          [[conv_weight[x, t, h : h + 1] for t in range(width)] for x in range(3)],
-          decay[:, lanes(h)],
-          rate[:, h : h + 1],
-          dt_bias[h : h + 1],
-          raw_beta[:, h : h + 1],
-          is_active,
-          gate_lower_bound,
+        [[*(taps.at[t, x][head_rows] for t in range(width - 1)), x_refs[x][:, lanes(h)]] for x in range(3)],
+        [[conv_weight[x, t, h : h + 1] for t in range(width)] for x in range(3)],
+        decay[:, lanes(h)],
+        rate[:, h : h + 1],
+        dt_bias[h : h + 1],
+        raw_beta[:, h : h + 1],
+        is_active,
+        gate_lower_bound,
       )
       for i, value in enumerate(values):
         vectors[i, h, :rows] = value
@@ -144,10 +144,10 @@ def _kernel(
       for j in range(min(GROUP, rows - first)):
         row = slice(first + j, first + j + 1)
         o, new_state = arithmetic.state_step(
-            states[first + j, i].astype(jnp.float32),
-            *arithmetic.broadcast_columns(pieces, selectors[j]),
-            jnp.broadcast_to(q_columns[:, j : j + 1], (key_dim, key_dim)),
-            *(vectors[x, h, row] for x in range(3, VECTORS)),
+          states[first + j, i].astype(jnp.float32),
+          *arithmetic.broadcast_columns(pieces, selectors[j]),
+          jnp.broadcast_to(q_columns[:, j : j + 1], (key_dim, key_dim)),
+          *(vectors[x, h, row] for x in range(3, VECTORS)),
         )
         states[first + j, i] = new_state.astype(states.dtype)
         group_out.append(o)
@@ -167,9 +167,9 @@ def cost_estimate(batch: int, heads: int, key_dim: int, width: int, act_bytes: i
   states = batch * heads
   history = 2 * (width - 1) * 3 * act_bytes
   return pl.CostEstimate(
-      flops=states * (8 * key_dim * key_dim + (6 * width + 40) * key_dim),
-      bytes_accessed=states * key_dim * (2 * key_dim * state_bytes + history + 6 * act_bytes),
-      transcendentals=states * 6 * key_dim,
+    flops=states * (8 * key_dim * key_dim + (6 * width + 40) * key_dim),
+    bytes_accessed=states * key_dim * (2 * key_dim * state_bytes + history + 6 * act_bytes),
+    transcendentals=states * 6 * key_dim,
   )
 
 
@@ -205,32 +205,32 @@ def kda_decode_pallas(
   first_pool = len(scalars) + len(per_row) + len(weights)
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
   out, state, conv_state = pl.pallas_call(
-      functools.partial(_kernel, blocks=blocks, gate_lower_bound=gate_lower_bound, norm_eps=norm_eps),
-      grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=len(scalars),
-          grid=(blocks.steps,),
-          in_specs=[*map(by_rows, per_row), *map(whole, weights), in_hbm, in_hbm],
-          out_specs=[by_rows(per_row[0]), in_hbm, in_hbm],
-          scratch_shapes=[
-              pltpu.VMEM((copies.BUFFERS, rows, blocks.head_block, key_dim, key_dim), state.dtype),
-              pltpu.VMEM((copies.BUFFERS, rows, width - 1, 3, heads, key_dim), conv_state.dtype),
-              pltpu.VMEM((width, 3, rows * blocks.padded_heads, key_dim), f32),
-              pltpu.VMEM((VECTORS, heads, blocks.padded_rows, key_dim), f32),
-              pltpu.VMEM((heads, rows, key_dim), f32),
-              pltpu.VMEM((min(rows, GROUP), *arithmetic.selector_shape(key_dim)), jnp.bfloat16),
-              pltpu.VMEM((rows, key_dim), f32),
-              pltpu.SMEM((copies.BUFFERS,), jnp.int32),
-              *[pltpu.SemaphoreType.DMA((copies.BUFFERS,))] * 4,
-          ],
-      ),
-      out_shape=[shape(per_row[0]), shape(state), shape(conv_state)],
-      input_output_aliases={first_pool: 1, first_pool + 1: 2},
-      # Slots and the layer are checked by the kernel itself, once a row, rather than at every copy.
-      compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("arbitrary",), disable_bounds_checks=True, disable_semaphore_checks=True
-      ),
-      cost_estimate=cost_estimate(batch, heads, key_dim, width, q.dtype.itemsize, state.dtype.itemsize),
-      interpret=pltpu.InterpretParams() if interpret is True else interpret,
-      name=f"kda_decode_b{batch}_h{heads}",
+    functools.partial(_kernel, blocks=blocks, gate_lower_bound=gate_lower_bound, norm_eps=norm_eps),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(scalars),
+      grid=(blocks.steps,),
+      in_specs=[*map(by_rows, per_row), *map(whole, weights), in_hbm, in_hbm],
+      out_specs=[by_rows(per_row[0]), in_hbm, in_hbm],
+      scratch_shapes=[
+        pltpu.VMEM((copies.BUFFERS, rows, blocks.head_block, key_dim, key_dim), state.dtype),
+        pltpu.VMEM((copies.BUFFERS, rows, width - 1, 3, heads, key_dim), conv_state.dtype),
+        pltpu.VMEM((width, 3, rows * blocks.padded_heads, key_dim), f32),
+        pltpu.VMEM((VECTORS, heads, blocks.padded_rows, key_dim), f32),
+        pltpu.VMEM((heads, rows, key_dim), f32),
+        pltpu.VMEM((min(rows, GROUP), *arithmetic.selector_shape(key_dim)), jnp.bfloat16),
+        pltpu.VMEM((rows, key_dim), f32),
+        pltpu.SMEM((copies.BUFFERS,), jnp.int32),
+        *[pltpu.SemaphoreType.DMA((copies.BUFFERS,))] * 4,
+      ],
+    ),
+    out_shape=[shape(per_row[0]), shape(state), shape(conv_state)],
+    input_output_aliases={first_pool: 1, first_pool + 1: 2},
+    # Slots and the layer are checked by the kernel itself, once a row, rather than at every copy.
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("arbitrary",), disable_bounds_checks=True, disable_semaphore_checks=True
+    ),
+    cost_estimate=cost_estimate(batch, heads, key_dim, width, q.dtype.itemsize, state.dtype.itemsize),
+    interpret=pltpu.InterpretParams() if interpret is True else interpret,
+    name=f"kda_decode_b{batch}_h{heads}",
   )(*scalars, *per_row, *weights, state, conv_state)
   return out.reshape(q.shape), state, conv_state

@@ -76,7 +76,7 @@ def log_decay(decay: jax.Array, a_log: jax.Array, dt_bias: jax.Array, gate_lower
 
 
 def delta_step(
-    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
+  state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """The gated delta rule for one token: decay, correct, write, read.
 

@@ -9,7 +9,7 @@ OPTIONS = dict(gate_lower_bound=-5.0, norm_eps=1e-5)
 
 
 def make_inputs(
-    batch, heads, key_dim=128, dtype=jnp.float32, state_dtype=jnp.float32, seed=0, idle=True, gates="spread"
+  batch, heads, key_dim=128, dtype=jnp.float32, state_dtype=jnp.float32, seed=0, idle=True, gates="spread"
 ):
   """Arguments of `kda_decode` as numpy arrays, without its options.
 
@@ -32,9 +32,9 @@ def make_inputs(
   conv_state = np.full((LAYERS, num_slots, WIDTH - 1, 3, heads, key_dim), np.nan, np.float32)
   conv_state[LAYER, live] = normal(len(live), WIDTH - 1, 3, heads, key_dim)
   decays = {
-      "spread": normal(batch, heads, key_dim, scale=2.0),
-      "saturated": np.where(rng.random((batch, heads, key_dim)) < 0.5, -300, 300).astype(np.float32),
-      "near_zero": normal(batch, heads, key_dim) - 12,
+    "spread": normal(batch, heads, key_dim, scale=2.0),
+    "saturated": np.where(rng.random((batch, heads, key_dim)) < 0.5, -300, 300).astype(np.float32),
+    "near_zero": normal(batch, heads, key_dim) - 12,
   }
   decays["mixed"] = np.choose(np.arange(batch)[:, None, None] % 3, list(decays.values()))
   decay = decays[gates]
@@ -44,14 +44,14 @@ def make_inputs(
       beta=normal(batch, heads), gate=normal(batch, heads, key_dim), conv_state=conv_state,
   )  # fmt: skip
   return dict(
-      **{name: cast(x, dtype) for name, x in acts.items()},
-      state=cast(state, state_dtype),
-      layer=np.int32(LAYER),
-      slots=slots,
-      conv_weight=normal(3, WIDTH, heads, key_dim, scale=0.5),
-      a_log=normal(heads, scale=0.3),
-      dt_bias=normal(heads, key_dim, scale=0.5),
-      o_norm=1 + normal(key_dim, scale=0.1),
+    **{name: cast(x, dtype) for name, x in acts.items()},
+    state=cast(state, state_dtype),
+    layer=np.int32(LAYER),
+    slots=slots,
+    conv_weight=normal(3, WIDTH, heads, key_dim, scale=0.5),
+    a_log=normal(heads, scale=0.3),
+    dt_bias=normal(heads, key_dim, scale=0.5),
+    o_norm=1 + normal(key_dim, scale=0.1),
   )
 
 

@@ -6,11 +6,11 @@
 import numpy as np
 
 MUTATIONS = (
-    "transposed_state",
-    "eps_on_mean",
-    "decay_after_correction",
-    "output_from_old_state",
-    "clamped_slot",
+  "transposed_state",
+  "eps_on_mean",
+  "decay_after_correction",
+  "output_from_old_state",
+  "clamped_slot",
 )
 
 
@@ -29,7 +29,7 @@ def decode_step(
   """
   assert mutation is None or mutation in MUTATIONS, mutation
   q, k, v, decay, beta, gate, conv_weight, a_log, dt_bias, o_norm = (
-      np.asarray(x, np.float64) for x in (q, k, v, decay, beta, gate, conv_weight, a_log, dt_bias, o_norm)
+    np.asarray(x, np.float64) for x in (q, k, v, decay, beta, gate, conv_weight, a_log, dt_bias, o_norm)
   )
   state, conv_state = np.array(state, np.float64), np.array(conv_state, np.float64)
   out = np.zeros(v.shape)

@@ -9,15 +9,15 @@ import pytest
 from kda_decode import aot, kda_decode, pool_format
 
 WRONG = {
-    "k_shape": (dict(k=np.zeros((2, 2, 64), np.float32)), r"k has shape \(2, 2, 64\).*must be \(2, 2, 32\)"),
-    "beta_dtype": (dict(beta=np.zeros((2, 2), np.float16)), "beta is float16; it must be float32"),
-    "conv_dtype": (dict(conv_state=jnp.zeros((2, 5, 3, 3, 2, 32), jnp.bfloat16)), "conv_state is bfloat16"),
-    "state_dtype": (dict(state=np.zeros((2, 5, 2, 32, 32), np.float16)), "state is float16.*float32 or bfloat16"),
-    "slots_dtype": (dict(slots=np.zeros(2, np.int16)), "slots is int16; it must be int32"),
-    "k_not_v": (dict(v=np.zeros((2, 2, 64), np.float32)), "K=32 and V=64 differ"),
-    "implementation": (dict(implementation="fast"), "implementation='fast' is unknown; choose one of"),
-    "bound": (dict(gate_lower_bound=5.0), "gate_lower_bound=5.0 must be negative"),
-    "layer": (dict(layer=np.zeros(1, np.int32)), r"layer has shape \(1,\)"),
+  "k_shape": (dict(k=np.zeros((2, 2, 64), np.float32)), r"k has shape \(2, 2, 64\).*must be \(2, 2, 32\)"),
+  "beta_dtype": (dict(beta=np.zeros((2, 2), np.float16)), "beta is float16; it must be float32"),
+  "conv_dtype": (dict(conv_state=jnp.zeros((2, 5, 3, 3, 2, 32), jnp.bfloat16)), "conv_state is bfloat16"),
+  "state_dtype": (dict(state=np.zeros((2, 5, 2, 32, 32), np.float16)), "state is float16.*float32 or bfloat16"),
+  "slots_dtype": (dict(slots=np.zeros(2, np.int16)), "slots is int16; it must be int32"),
+  "k_not_v": (dict(v=np.zeros((2, 2, 64), np.float32)), "K=32 and V=64 differ"),
+  "implementation": (dict(implementation="fast"), "implementation='fast' is unknown; choose one of"),
+  "bound": (dict(gate_lower_bound=5.0), "gate_lower_bound=5.0 must be negative"),
+  "layer": (dict(layer=np.zeros(1, np.int32)), r"layer has shape \(1,\)"),
 }
 
 

@@ -19,22 +19,20 @@ from kda_decode import aot, kda_decode
 
 OPTIONS = dict(norm_eps=1e-5, implementation="pallas")
 QUICK = (("tpu7x", 3, 64, jnp.bfloat16, True), ("v6e", 12, 8, jnp.bfloat16, False))
-POINTS = itertools.product(
-    ("tpu7x", "v6e"), (1, 3, 6, 12), (1, 8, 64, 256), (jnp.bfloat16, jnp.float32), (False, True)
-)
+POINTS = itertools.product(("tpu7x", "v6e"), (1, 3, 6, 12), (1, 8, 64, 256), (jnp.bfloat16, jnp.float32), (False, True))
 TABLE = [
-    pytest.param(
-        *point,
-        marks=() if point in QUICK else pytest.mark.compile,
-        id=f"{point[0]}-h{point[1]}-b{point[2]}-{jnp.dtype(point[3])}-{'loop' if point[4] else 'alone'}",
-    )
-    for point in POINTS
+  pytest.param(
+    *point,
+    marks=() if point in QUICK else pytest.mark.compile,
+    id=f"{point[0]}-h{point[1]}-b{point[2]}-{jnp.dtype(point[3])}-{'loop' if point[4] else 'alone'}",
+  )
+  for point in POINTS
 ]
 
 
 def compile_and_check(chip, heads, batch, dtype, in_loop, state_dtype=jnp.float32, gate_lower_bound=-5.0):
   arguments = aot.abstract_arguments(
-      batch, heads, aot.one_device(chip), layers=23, slots=batch + 1, dtype=dtype, state_dtype=state_dtype
+    batch, heads, aot.one_device(chip), layers=23, slots=batch + 1, dtype=dtype, state_dtype=state_dtype
   )
   pools = arguments["state"], arguments["conv_state"]
   step = functools.partial(kda_decode, gate_lower_bound=gate_lower_bound, **OPTIONS)

@@ -29,8 +29,8 @@ def inputs_and_result(implementation):
 
 def agrees(got, want):
   return all(
-      np.array_equal(np.isnan(np.asarray(g)), np.isnan(w)) and cases.relative_error(g, w) <= TOLERANCE
-      for g, w in zip(got, want)
+    np.array_equal(np.isnan(np.asarray(g)), np.isnan(w)) and cases.relative_error(g, w) <= TOLERANCE
+    for g, w in zip(got, want, strict=True)
   )
 
 

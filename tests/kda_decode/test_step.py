@@ -17,9 +17,9 @@ TOLERANCE = 1e-6
 IMPLEMENTATIONS = ("reference", "pallas_interpret")
 QUICK = {(1, 12), (3, 3), (8, 1), (17, 6)}
 GRID = [
-    pytest.param(b, h, marks=() if (b, h) in QUICK else pytest.mark.compile, id=f"b{b}_h{h}")
-    for b in (1, 3, 8, 17, 64)
-    for h in (1, 3, 6, 12)
+  pytest.param(b, h, marks=() if (b, h) in QUICK else pytest.mark.compile, id=f"b{b}_h{h}")
+  for b in (1, 3, 8, 17, 64)
+  for h in (1, 3, 6, 12)
 ]
 
 
@@ -35,7 +35,7 @@ def run(inputs, implementation, **options):
 
 def check(got, inputs, tolerance=TOLERANCE, **options):
   want = kda_oracle.decode_step(**inputs, **(cases.OPTIONS | options))
-  for name, g, w in zip(("out", "state", "conv_state"), got, want):
+  for name, g, w in zip(("out", "state", "conv_state"), got, want, strict=True):
     assert cases.relative_error(g, w) <= tolerance, name
   cases.assert_untouched(inputs["state"], got[1], inputs["slots"])
   cases.assert_untouched(inputs["conv_state"], got[2], inputs["slots"])
@@ -79,7 +79,7 @@ def test_64_steps(implementation):
       inputs[name] = rng.permutation(inputs[name].reshape(-1)).reshape(inputs[name].shape)
     got = run(inputs | dict(state=got[1], conv_state=got[2]), implementation)
     want = kda_oracle.decode_step(**(inputs | dict(state=want[1], conv_state=want[2])), **cases.OPTIONS)
-    for g, w in zip(got, want):
+    for g, w in zip(got, want, strict=True):
       assert cases.relative_error(g, w) <= 2 * TOLERANCE
       assert np.sqrt(np.nansum((np.asarray(g, np.float64) - w) ** 2) / np.nansum(w**2)) <= TOLERANCE
   cases.assert_untouched(inputs["state"], got[1], inputs["slots"])
@@ -172,8 +172,8 @@ def test_loop_over_layers_and_shard_map():
   inputs["state"] = np.nan_to_num(inputs["state"], nan=0.1)
   inputs["conv_state"] = np.nan_to_num(inputs["conv_state"], nan=0.1)
   mesh = jax.sharding.Mesh(np.array(jax.devices()[: 2 if len(jax.devices()) > 1 else 1]), ("heads",))
-  axis = {name: 1 for name in ("q", "k", "v", "decay", "beta", "gate")} | dict(
-      state=2, conv_state=4, conv_weight=2, a_log=0, dt_bias=0
+  axis = dict.fromkeys(("q", "k", "v", "decay", "beta", "gate"), 1) | dict(
+    state=2, conv_state=4, conv_weight=2, a_log=0, dt_bias=0
   )
   spec = lambda name: jax.P(*([None] * axis[name]), "heads") if name in axis else jax.P()
   results = []
@@ -191,5 +191,5 @@ def test_loop_over_layers_and_shard_map():
     out_specs = tuple(map(spec, ("q", "state", "conv_state")))
     sharded = jax.shard_map(layers, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     results.append(jax.jit(sharded)(inputs))
-  for got, want in zip(results[1], results[0]):
+  for got, want in zip(results[1], results[0], strict=True):
     assert cases.relative_error(got, want) <= TOLERANCE
