@@ -25,17 +25,17 @@ def main():
   normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   dt = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), (HEADS, K)))
   options = dict(
-      conv_weight=normal(3, WIDTH, HEADS, K) * 0.5,
-      a_log=np.log(rng.uniform(1, 16, HEADS)).astype(np.float32),
-      dt_bias=(dt + np.log(-np.expm1(-dt))).astype(np.float32),
-      o_norm=np.ones(K, np.float32),
-      gate_lower_bound=-5.0,
-      norm_eps=1e-5,
+    conv_weight=normal(3, WIDTH, HEADS, K) * 0.5,
+    a_log=np.log(rng.uniform(1, 16, HEADS)).astype(np.float32),
+    dt_bias=(dt + np.log(-np.expm1(-dt))).astype(np.float32),
+    o_norm=np.ones(K, np.float32),
+    gate_lower_bound=-5.0,
+    norm_eps=1e-5,
   )
   slots = np.arange(BATCH, dtype=np.int32)
   step = jax.jit(
-      functools.partial(kda_decode, layer=0, slots=slots, implementation="reference", **options),
-      donate_argnames=("state", "conv_state"),
+    functools.partial(kda_decode, layer=0, slots=slots, implementation="reference", **options),
+    donate_argnames=("state", "conv_state"),
   )
   history = (1, BATCH, WIDTH - 1, 3, HEADS, K)
   pools = {d: (jnp.zeros((1, BATCH, HEADS, K, K), d), jnp.zeros(history)) for d in ("float32", "bfloat16")}
@@ -49,9 +49,7 @@ def main():
   for _ in range(STEPS):
     inputs = {name: normal(BATCH, HEADS, K) for name in ("q", "v", "decay", "gate")}
     inputs |= dict(k=0.7 * normal(BATCH, HEADS, K) + mean_k, beta=normal(BATCH, HEADS))
-    out, *exact = kda_oracle.decode_step(
-        **inputs, state=exact[0], conv_state=exact[1], layer=0, slots=slots, **options
-    )
+    out, *exact = kda_oracle.decode_step(**inputs, state=exact[0], conv_state=exact[1], layer=0, slots=slots, **options)
     for dtype, (state, conv_state) in pools.items():
       got, *pools[dtype] = step(**inputs, state=state, conv_state=conv_state)
       errors[dtype].append((*(f(relative(got, out, -1)) for f in (np.mean, np.max)),

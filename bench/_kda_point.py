@@ -34,16 +34,16 @@ def tokamax(arguments):
   pools = array((slots, WIDTH - 1, channels), dtype), array((slots, heads, K, K), jnp.float32)
   i32 = jnp.int32
   rest = dict(
-      qkv=array((batch, channels), dtype),
-      b=array((batch, heads), dtype),
-      a=array((batch, heads * K), dtype),
-      conv_weight=array((channels, 1, WIDTH), jnp.float32),
-      a_log=array((heads,), jnp.float32),
-      dt_bias=array((heads, K), jnp.float32),
-      query_start_loc=array((batch + 1,), i32),
-      state_indices=array((batch,), i32),
-      distribution=array((3,), i32),
-      seq_lens=array((batch,), i32),
+    qkv=array((batch, channels), dtype),
+    b=array((batch, heads), dtype),
+    a=array((batch, heads * K), dtype),
+    conv_weight=array((channels, 1, WIDTH), jnp.float32),
+    a_log=array((heads,), jnp.float32),
+    dt_bias=array((heads, K), jnp.float32),
+    query_start_loc=array((batch + 1,), i32),
+    state_indices=array((batch,), i32),
+    distribution=array((3,), i32),
+    seq_lens=array((batch,), i32),
   )
   options = dict(
       conv_bias=None, n_kq=heads, n_v=heads, d_k=K, d_v=K, kernel_size=WIDTH, gate_lower_bound=-5.0,
@@ -93,7 +93,7 @@ def main():
   parser.add_argument("implementation", choices=("pallas", "reference", "tokamax"))
   args = parser.parse_args()
   arguments = aot.abstract_arguments(
-      args.batch, args.heads, aot.one_device(args.chip), layers=LAYERS, slots=args.batch + 1, dtype=jnp.float32
+    args.batch, args.heads, aot.one_device(args.chip), layers=LAYERS, slots=args.batch + 1, dtype=jnp.float32
   )
   if args.implementation == "tokamax":
     lowered, pools = tokamax(arguments)

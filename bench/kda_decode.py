@@ -51,11 +51,11 @@ def estimate(chip: str, heads: int, batch: int, implementation: str) -> dict:
   """One row of the table. `us` and `fraction` are None where the compiler can't estimate; `note` says why."""
   with tempfile.TemporaryDirectory() as profile:
     environment = os.environ | dict(
-        JAX_PLATFORMS="cpu",
-        TPU_SKIP_MDS_QUERY="1",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        LIBTPU_INIT_ARGS="" if implementation == "reference" else f"--xla_jf_dump_static_llo_profile_to={profile}",
-        PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT / "kernels"), os.environ.get("PYTHONPATH")))),
+      JAX_PLATFORMS="cpu",
+      TPU_SKIP_MDS_QUERY="1",
+      ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+      LIBTPU_INIT_ARGS="" if implementation == "reference" else f"--xla_jf_dump_static_llo_profile_to={profile}",
+      PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT / "kernels"), os.environ.get("PYTHONPATH")))),
     )
     # -P: this folder holds a kda_decode.py too, which mustn't be taken for the package.
     command = [sys.executable, "-P", str(ROOT / "bench/_kda_point.py"), chip, str(heads), str(batch), implementation]
@@ -88,8 +88,8 @@ def show(row: dict, ours: dict | None) -> str:
   mib = moved_bytes(row["batch"], row["heads"]) / 2**20
   copies = "–" if row["pool_copies"] is None else row["pool_copies"]
   return (
-      f"{row['chip']:6} {row['heads']:5} {row['batch']:5}  {row['implementation']:10} {us} {row['floor_us']:9.2f}"
-      f" {fraction} {times} {mib:9.1f} {copies!s:>6}  {row['note']}"
+    f"{row['chip']:6} {row['heads']:5} {row['batch']:5}  {row['implementation']:10} {us} {row['floor_us']:9.2f}"
+    f" {fraction} {times} {mib:9.1f} {copies!s:>6}  {row['note']}"
   )
 
 
