@@ -68,14 +68,39 @@ def empty_cache(cfg: ModelConfig, slots: int, live: tuple[int, ...] | None = Non
   Args:
     live: slots that start a sequence (all by default); only their recurrent state and history are zero.
   """
-  live = list(range(slots) if live is None else live)
+  return _empty_cache(cfg, slots, tuple(range(slots)) if live is None else tuple(live), max_length)
 
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_cache(cfg, slots, live, max_length):
   def fill(s):
     return jnp.full(s.shape, jnp.nan if jnp.issubdtype(s.dtype, jnp.floating) else 0, s.dtype)
 
   cache: DecodeCache = jax.tree.map(fill, cache_shapes(cfg, slots, max_length))
   zero = functools.partial(jax.tree.map, lambda a: a.at[:, np.array(live, np.int32)].set(0) if live else a)
   return cache._replace(leading_kda=zero(cache.leading_kda), kda=zero(cache.kda))
+
+
+def random_params(cfg: ModelConfig, seed: int) -> kimi_k3.Params:
+  """Random weights at unit scale, by numpy: compiling JAX's generator would take longer than a test."""
+  generator = np.random.default_rng(seed)
+
+  def draw(stack: weights.Stack):
+    shape, one = stack.shape, stack.weight.shape
+    match stack.weight.sources[0].name:
+      case "A_log":
+        value = np.log(generator.uniform(1, 16, shape))
+      case "dt_bias":
+        value = generator.uniform(-6, 0, shape)
+      case "q_conv1d":
+        value = generator.standard_normal(shape) / 2
+      case _ if len(one) == 1:
+        value = 1 + 0.1 * generator.standard_normal(shape)
+      case _:
+        value = generator.standard_normal(shape) / np.prod(one[: stack.weight.in_dims]) ** 0.5
+    return jnp.asarray(value, stack.dtype(cfg.storage))
+
+  return weights.map_weights(draw, kimi_k3.weight_tree(cfg))
 
 
 # One jitted function for all tests of a process, so that a shape is compiled once.
@@ -180,16 +205,14 @@ def live_state(cache: DecodeCache, slot: int) -> dict[str, np.ndarray]:
 
 def small_config(**changes) -> ModelConfig:
   """A model of every feature, as small as it can be: for tests of single layers."""
-  config = ModelConfig(
+  # What isn't listed is as in the golden K3.
+  config = dataclasses.replace(
+    model_config(settings("k3-a"), "cpu"),
     vocab_size=64,
     hidden_size=64,
-    rms_norm_eps=1e-5,
     layers=(("kda", "dense"), ("kda", "moe"), ("mla", "moe")),
     kda_num_heads=2,
     kda_head_dim=32,
-    kda_conv_kernel_size=4,
-    kda_gate_lower_bound=-5.0,
-    kda_full_rank_gate=True,
     kda_prefill_implementation="xla",
     kda_decode_implementation="reference",
     mla_num_heads=2,
@@ -198,24 +221,15 @@ def small_config(**changes) -> ModelConfig:
     qk_nope_head_dim=16,
     qk_rope_head_dim=8,
     v_head_dim=16,
-    mla_output_gate=True,
     mlp_size=64,
-    hidden_act="situ",
-    situ_beta=4.0,
-    situ_linear_beta=25.0,
     num_experts=8,
     num_experts_per_token=2,
     num_shared_experts=1,
     moe_intermediate_size=32,
     latent_size=32,
-    latent_norm=True,
-    renormalize=True,
     routed_scaling_factor=1.0,
     grouped_matmul_implementation="loop",
     attn_res_block_size=2,
-    rolled=True,
-    dtype=jnp.dtype(jnp.float32),
-    storage=weights.Storage(jnp.dtype(jnp.float32)),
     matmul_precision="highest",
   )
   return dataclasses.replace(config, **changes)

@@ -122,7 +122,7 @@ def test_k3_has_the_released_models_layers():
   assert [i for i, kind in enumerate(attention) if kind == "mla"] == [*range(3, 92, 4), 92]
   assert [ffn for _, ffn in cfg.layers] == ["dense"] + ["moe"] * 92
   assert cfg.num_residual_blocks == 8  # layers 0, 12, …, 84
-  assert cfg.mla_cache_width == 576
+  assert cfg.kv_lora_rank + cfg.qk_rope_head_dim == 576
 
 
 def k3_weights_by_hand():

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from _models import assert_close, empty_cache, furthest, small_config
+from jax.experimental.pallas import tpu as pltpu
+from tokamax._src.ops.kda.pallas_mosaic_tpu import PallasMosaicTpuKimiDeltaAttention
 
 from MaxText import mxfp4
 from MaxText.layers import activations, attention_kda, attention_mla, attention_residuals, kda_prefill, linears, moe
@@ -361,7 +363,12 @@ def delta_rule_case(seed, batch, t, heads, dim, bound):
   [("xla", -5.0, 1), ("xla", -5.0, 65), ("xla", None, 65), ("xla_chunked", -5.0, 64), ("xla_chunked", -5.0, 130)],
 )
 def test_delta_rule_over_a_chunk_is_the_recurrence(implementation, bound, t):
-  case, g, raw = delta_rule_case(t, 2, t, 2, 32, bound)
+  # The chunked form multiplies by exp of sums of decays and divides by them again, which costs it two digits.
+  check_delta_rule(implementation, bound, t, 32, 2e-5 if implementation == "xla" else 1e-4)
+
+
+def check_delta_rule(implementation, bound, t, dim, tolerance):
+  case, g, raw = delta_rule_case(t, 2, t, 2, dim, bound)
   lengths = np.array([t, t // 2])  # the second row is half padding
   valid = np.arange(t) < lengths[:, None]
   as32 = {k: jnp.asarray(v, jnp.float32) for k, v in (case | raw).items()}
@@ -378,10 +385,18 @@ def test_delta_rule_over_a_chunk_is_the_recurrence(implementation, bound, t):
   for row, n in enumerate(lengths):
     one = {k: v[row : row + 1] if k == "state" else v[row : row + 1, :n] for k, v in case.items()}
     expected, expected_state = delta_rule64(g=g[row : row + 1, :n], **one)
-    # The chunked form multiplies by exp of sums of decays and divides by them again, which costs it two digits.
-    tolerance = 2e-5 if implementation == "xla" else 1e-4
     assert_close(out[row : row + 1, :n], expected, tolerance, f"read-outs of row {row}")
     assert_close(state[row : row + 1], expected_state, tolerance, f"state of row {row}")
+
+
+@pytest.mark.slow
+def test_delta_rule_of_the_tpu_kernel_is_the_recurrence(monkeypatch):
+  """tokamax's Mosaic kernel, interpreted: what `auto` means on a TPU, with this project's padding and raw gates."""
+  info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_7X, 1)
+  monkeypatch.setenv("PALLAS_INTERPRET", "1")
+  monkeypatch.setattr(pltpu, "get_tpu_info", lambda: info)
+  monkeypatch.setattr(PallasMosaicTpuKimiDeltaAttention, "supported_on", lambda self, device: True)
+  check_delta_rule("mosaic", -5.0, 65, 128, 1e-4)
 
 
 # KDA and MLA layers whose state is beside NaN
@@ -390,7 +405,8 @@ def test_delta_rule_over_a_chunk_is_the_recurrence(implementation, bound, t):
 def random_weights(declared, seed):
   leaves, structure = jax.tree.flatten(declared, is_leaf=lambda x: hasattr(x, "sources"))
   keys = jax.random.split(jax.random.key(seed), len(leaves))
-  return jax.tree.unflatten(structure, [w.init(k, w.shape) for w, k in zip(leaves, keys, strict=True)])
+  made = jax.jit(lambda keys: [w.init(k, w.shape) for w, k in zip(leaves, keys, strict=True)])(keys)
+  return jax.tree.unflatten(structure, made)
 
 
 def kda64(cfg, w, x):
@@ -451,7 +467,8 @@ def mla64(cfg, w, x):
   if q is None:
     q = np.einsum("td,dhq->thq", x, w["q"])
   c = x @ w["kv_a"]
-  latent, tail = norm(c[:, :32], w["kv_a_norm"]), c[:, 32:]
+  rank = cfg.kv_lora_rank
+  latent, tail = norm(c[:, :rank], w["kv_a_norm"]), c[:, rank:]
   kv = np.einsum("tl,lhn->thn", latent, w["kv_b"])
   out = np.zeros((x.shape[0], cfg.mla_num_heads, 16))
   for t in range(x.shape[0]):
@@ -465,8 +482,15 @@ def mla64(cfg, w, x):
   return np.einsum("thv,hvd->td", out, w["o"])
 
 
-@pytest.mark.parametrize("block", [8, 512])
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0, "mla_output_gate": False}])
+@pytest.mark.parametrize(
+  ("changes", "block"),
+  [
+    ({}, 512),
+    ({}, 8),
+    ({"q_lora_rank": 0, "mla_output_gate": False}, 512),
+    ({"kv_lora_rank": 128}, 8),  # wide enough for the cache to be padded to lanes
+  ],
+)
 def test_mla_layer_prefill_and_absorbed_decode_are_the_formula(changes, block, monkeypatch):
   """In one block of keys and in many; what lies beyond a row's own tokens is NaN."""
   monkeypatch.setattr(attention_mla, "_KEY_BLOCK", block)
