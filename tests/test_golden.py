@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _models import (
+  COMPILE_QUICKLY,
   assert_close,
   empty_cache,
   fresh_entry_points,
@@ -97,7 +98,7 @@ def unrolled_prefill(cfg):
     length = jnp.full(1, tokens.shape[1], jnp.int32)
     return kimi_k3.prefill(cfg, params, tokens, length, cache, all_logits=True)
 
-  return jax.jit(recorded(run))
+  return jax.jit(recorded(run), compiler_options=COMPILE_QUICKLY)
 
 
 @dataclasses.dataclass
@@ -200,20 +201,25 @@ def test_rolled_prefill_equals_unrolled(traces, name):
 
 @pytest.mark.slow
 def test_every_layer_computes_the_golden_values_in_unrolled_decode_steps():
+  """Of the first eight: two blocks of residuals, six layers with KDA, two with MLA."""
   cfg, params = golden("k3-a")
-  cfg = dataclasses.replace(cfg, rolled=False)
+  cfg = dataclasses.replace(cfg, rolled=False, layers=cfg.layers[:8])
 
   def run(token, params, cache):
     return kimi_k3.decode_step(cfg, params, token, jnp.ones(1, bool), cache)
 
-  step, cache, arrays = jax.jit(recorded(run)), empty_cache(cfg, 1), golden_arrays("k3-a")
+  step, cache, arrays = (
+    jax.jit(recorded(run), compiler_options=COMPILE_QUICKLY),
+    empty_cache(cfg, 1),
+    golden_arrays("k3-a"),
+  )
   seen = {"layer_out": [], "attention_out": [], "feed_forward_out": []}
   for token in arrays["trace_input_ids"].astype(np.int32):
     (_, cache), tags = step(jnp.asarray(token)[None], params, cache)
     for tag, values in seen.items():
       values.append(np.stack(tags[tag])[:, 0])
   for tag, array in (("layer_out", "P"), ("attention_out", "attn_out"), ("feed_forward_out", "ffn_out")):
-    assert_layers_close(np.stack(seen[tag], axis=1), arrays[f"trace_{array}"], tag)
+    assert_layers_close(np.stack(seen[tag], axis=1), arrays[f"trace_{array}"][:8], tag)
 
 
 # bfloat16
@@ -228,11 +234,10 @@ def test_bfloat16_is_as_near_as_an_independent_bfloat16_run(name):
   """
   cfg = model_config(settings(name, "dtype=bfloat16", "weight_dtype=bfloat16"), "cpu")
   params = load(name, cfg)
-  runs = {("prefill", n): run_prefill(cfg, params, prompts(name, n))[0] for n in (1, 31, 65, 130)}
+  runs = {("prefill", n): run_prefill(cfg, params, prompts(name, n))[0] for n in (1, 65)}
   runs["decode", 31] = run_decode(cfg, params, prompts(name, 31))[0]
   for (mode, n), logits in runs.items():
     rms = np.sqrt(np.mean((np.asarray(logits, np.float64) - golden_arrays(name)[f"logits_{n}"]) ** 2))
-    print(name, mode, n, rms)
     assert 0.1 * BF16_RMS[name][n] < rms < 2 * BF16_RMS[name][n], f"{mode} of {n} tokens: {rms}"
 
 

@@ -1,6 +1,7 @@
 """Matrix products: plain ones, the grouped one over experts, and the gated MLP."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,11 @@ def matmul(x: jax.Array, w: jax.Array | Quantized, in_dims: int = 1) -> jax.Arra
   return out.astype(x.dtype)
 
 
-# One expert's rows are multiplied this many at a time by the "loop" implementation.
-_LOOP_ROWS = 16
+def product(x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
+  """x [M, I] times one matrix [I, O], plain or quantised, in float32 [M, O]."""
+  if isinstance(w, Quantized):
+    return scaled_matmul(x, w, 1)
+  return jnp.dot(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def grouped_matmul(
@@ -82,16 +86,39 @@ def grouped_matmul(
       sizes = jax.lax.dynamic_update_slice(jnp.zeros(w.shape[0], group_sizes.dtype), group_sizes, (first_group,))
     return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
   if implementation == "loop":
-    return _loop_grouped_matmul(x, w, group_sizes, first_group)
+
+    def multiply(rows, group):
+      return product(rows, pick(w, first_group + group))
+
+    return for_each_group(multiply, x, group_sizes, (w.values if isinstance(w, Quantized) else w).shape[2])
   raise ValueError(f"grouped_matmul: implementation={implementation!r} is unknown; choose 'ragged_dot' or 'loop'")
 
 
-def _loop_grouped_matmul(
-  x: jax.Array, w: jax.Array | Quantized, group_sizes: jax.Array, first_group: jax.Array | int
+def pick(w: jax.Array | Quantized, index: jax.Array | int) -> jax.Array | Quantized:
+  """One matrix of a stack [G, I, O], plain or quantised."""
+  return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), w)
+
+
+_MOST_ROWS = 16  # that `for_each_group` hands to its function
+
+
+def for_each_group(
+  function: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, group_sizes: jax.Array, outputs: int
 ) -> jax.Array:
-  """Tiles of at most `_LOOP_ROWS` rows of one group, in order; only tiles that hold rows are computed."""
-  rows = min(_LOOP_ROWS, x.shape[0])
-  outputs = (w.values if isinstance(w, Quantized) else w).shape[2]
+  """Applies a function to consecutive groups of rows, a tile of one group's rows at a time, in order.
+
+  Only tiles that hold rows are computed. A tile has room for twice the mean group: a decode step's groups are small.
+
+  Args:
+    function: (rows [R, I], their group, int32 scalar) -> [R, outputs] float32, each row by itself.
+    x: [M, I] rows sorted by group.
+    group_sizes: [E] int32, rows of each group; rows beyond their sum belong to none.
+
+  Returns:
+    [M, outputs] float32; rows of no group mean nothing.
+  """
+  twice_mean = max(1, 2 * x.shape[0] // group_sizes.shape[0])
+  rows = min(_MOST_ROWS, 1 << (twice_mean - 1).bit_length())
   starts = jnp.cumsum(group_sizes) - group_sizes
   tiles = -(-group_sizes // rows)
   tile_ends = jnp.cumsum(tiles)
@@ -100,14 +127,9 @@ def _loop_grouped_matmul(
   def body(tile, out):
     group = jnp.searchsorted(tile_ends, tile, side="right", method="compare_all")
     start = starts[group] + (tile - (tile_ends[group] - tiles[group])) * rows
-    matrix = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, first_group + group, 0, keepdims=False), w)
-    tile_rows = jax.lax.dynamic_slice_in_dim(x, start, rows)
-    if isinstance(w, Quantized):
-      product = scaled_matmul(tile_rows, matrix, 1)
-    else:
-      product = jnp.dot(tile_rows, matrix.astype(x.dtype), preferred_element_type=jnp.float32)
+    result = function(jax.lax.dynamic_slice_in_dim(x, start, rows), group)
     # The tile's tail may hold rows of the next group: those are written again, rightly, by the tiles that follow.
-    return jax.lax.dynamic_update_slice_in_dim(out, product, start, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
   out = jax.lax.fori_loop(0, tile_ends[-1], body, jnp.zeros((x.shape[0], outputs), jnp.float32))
   return out[:-rows]

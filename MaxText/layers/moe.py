@@ -11,7 +11,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.configs.model_config import ModelConfig
 from MaxText.layers.activations import gated_activation
-from MaxText.layers.linears import grouped_matmul, linear_weight, matmul, mlp, mlp_weights, output_weight
+from MaxText.layers.linears import (
+  for_each_group,
+  grouped_matmul,
+  linear_weight,
+  matmul,
+  mlp,
+  mlp_weights,
+  output_weight,
+  pick,
+  product,
+)
 from MaxText.layers.normalizations import norm_weight, rms_norm
 from MaxText.weights import Source, Weight, constant, fan_in
 
@@ -108,21 +118,34 @@ def routed_experts(
   here = cfg.num_experts // cfg.parallel.devices
   chosen = experts.reshape(-1) - cfg.parallel.device_index() * here
   mine = (chosen >= 0) & (chosen < here)
-  # Rows for other devices' experts are sorted to the end, into no group: they cost nothing.
-  chosen = jnp.where(mine, chosen, here)
-  order = jnp.argsort(chosen, stable=True)
-  group_sizes = jnp.bincount(chosen, length=here + 1)[:here]
   # Flat over layers, so that a loop over layers takes a group's matrix from the whole stack and copies none.
   w = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w)
+  loop = cfg.grouped_matmul_implementation == "loop"
 
-  def grouped(rows, matrices):
-    return grouped_matmul(rows, matrices, group_sizes, layer * here, cfg.grouped_matmul_implementation)
+  def activate(hidden):
+    hidden = hidden.astype(z.dtype)
+    return gated_activation(cfg, hidden[:, :f], hidden[:, f:])
 
-  hidden = grouped(z[order // k], w["wi"]).astype(z.dtype)
-  hidden = gated_activation(cfg, hidden[:, :f], hidden[:, f:])
-  out = grouped(hidden, w["wo"])
-  # Back in the tokens' order, so that a token's sum is taken in the same order whatever else is in the batch.
-  out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+  def expert(rows, group):
+    index = layer * here + group
+    return product(activate(product(rows, pick(w["wi"], index))), pick(w["wo"], index))
+
+  if loop and n == 1:
+    # One token's experts all differ: there is nothing to sort.
+    out = jax.lax.map(lambda group: expert(z, group)[0], jnp.clip(chosen, 0, here - 1))
+  else:
+    # Rows for other devices' experts are sorted to the end, into no group: they cost nothing.
+    chosen = jnp.where(mine, chosen, here)
+    order = jnp.argsort(chosen, stable=True)
+    group_sizes = jnp.bincount(chosen, length=here + 1)[:here]
+    rows = z[order // k]
+    if loop:
+      out = for_each_group(expert, rows, group_sizes, z.shape[1])
+    else:
+      sizes_from = (group_sizes, layer * here, cfg.grouped_matmul_implementation)
+      out = grouped_matmul(activate(grouped_matmul(rows, w["wi"], *sizes_from)), w["wo"], *sizes_from)
+    # Back in the tokens' order, so that a token's sum is taken in the same order whatever else is in the batch.
+    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
   out = jnp.where(mine[:, None], out, 0).reshape(n, k, -1)
   return jnp.sum(out * expert_scales[..., None], axis=1)
 
