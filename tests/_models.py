@@ -241,3 +241,13 @@ def small_config(**changes) -> ModelConfig:
     matmul_precision="highest",
   )
   return dataclasses.replace(config, **changes)
+
+
+def rng(seed=0):
+  return np.random.default_rng(seed)
+
+
+def normal(generator, *shape, scale=1.0):
+  """float32 values, and the same ones in float64."""
+  x = (generator.standard_normal(shape) * scale).astype(np.float32)
+  return jnp.asarray(x), x.astype(np.float64)
