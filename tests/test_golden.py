@@ -224,21 +224,27 @@ def test_every_layer_computes_the_golden_values_in_unrolled_decode_steps():
 
 # bfloat16
 
+BF16_FACTOR = 2
+
+
+def root_mean_square(actual, expected):
+  return np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2))
+
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bfloat16_is_as_near_as_an_independent_bfloat16_run(name):
   """By root mean square, since single positions differ by whole units where a router decision flips.
 
   Which decisions flip depends on where exactly values are rounded, and a few flips make most of the difference, so the
-  bound is twice the independent run's own.
+  bound is twice the independent run's own. That is enough to see a missing part, not a wrong epsilon (`GROSS` below).
   """
   cfg = model_config(settings(name, "dtype=bfloat16", "weight_dtype=bfloat16"), "cpu")
   params = load(name, cfg)
   runs = {("prefill", n): run_prefill(cfg, params, prompts(name, n))[0] for n in (1, 65)}
   runs["decode", 31] = run_decode(cfg, params, prompts(name, 31))[0]
   for (mode, n), logits in runs.items():
-    rms = np.sqrt(np.mean((np.asarray(logits, np.float64) - golden_arrays(name)[f"logits_{n}"]) ** 2))
-    assert 0.1 * BF16_RMS[name][n] < rms < 2 * BF16_RMS[name][n], f"{mode} of {n} tokens: {rms}"
+    rms = root_mean_square(logits, golden_arrays(name)[f"logits_{n}"])
+    assert 0.1 * BF16_RMS[name][n] < rms < BF16_FACTOR * BF16_RMS[name][n], f"{mode} of {n} tokens: {rms}"
 
 
 # Power: each of these mistakes is caught
@@ -373,6 +379,21 @@ MISTAKES = {
   "no mixture before the head": ("k3-a", attention_residuals, "output", lambda cfg, w, residual: residual.stream),
 }
 
+# Those that the bound on bfloat16 tells as well.
+GROSS = {
+  "no output gate of MLA",
+  "A_log per channel",
+  "A_log per channel, softplus",
+  "dt_bias outside the scale",
+  "taps of the convolution turned round",
+  "no SiLU after the convolution",
+  "no epsilon in the read-out's norm",
+  "SiLU as the output gate of KDA",
+  "experts chosen without the bias",
+  "a mixture of normalised sources",
+  "no mixture before the head",
+}
+
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_moves_the_prefill_logits_beyond_the_tolerance(mistake, monkeypatch):
@@ -382,7 +403,10 @@ def test_a_mistake_moves_the_prefill_logits_beyond_the_tolerance(mistake, monkey
   prefill, _ = fresh_entry_points()
   tokens = jnp.asarray(prompts(name, 31))
   logits, _ = prefill(cfg, params, tokens, jnp.full(2, 31, jnp.int32), empty_cache(cfg, 2))
-  assert furthest(logits, golden_arrays(name)["logits_31"]) > 2 * LOGITS
+  expected = golden_arrays(name)["logits_31"]
+  assert furthest(logits, expected) > 2 * LOGITS
+  if mistake in GROSS:
+    assert root_mean_square(logits, expected) > 2 * BF16_FACTOR * BF16_RMS[name][31]
 
 
 _DELTA_STEP = reference.delta_step
