@@ -20,6 +20,7 @@ from MaxText.weights import Source, Stack, Storage, Weight, WeightTree, is_stack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_FLOATS = ("BF16", "F32", "F16")  # of plain tensors: members of the family differ in which they use where
 _TEXT_PREFIX = "language_model."
 # The text model doesn't use these; they are the only tensors that may be there and not be read.
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
@@ -87,6 +88,10 @@ class ReleasedCheckpoint:
     file, full_name = self._where[name]
     return tuple(self._open(file).get_slice(full_name).get_shape())
 
+  def _dtype(self, name: str) -> str:
+    file, full_name = self._where[name]
+    return self._open(file).get_slice(full_name).get_dtype()
+
   def _get(self, name: str) -> np.ndarray:
     file, full_name = self._where[name]
     return self._open(file).get_tensor(full_name)
@@ -96,7 +101,7 @@ class ReleasedCheckpoint:
     declared: what the index holds decides.
 
     Raises:
-      UserError: it isn't there, is there twice, or has another shape.
+      UserError: it isn't there, is there twice, or has another shape or kind of number.
     """
     plain = f"{prefix}{source.name}{source.suffix}"
     packed = (f"{prefix}{source.name}.weight_packed", f"{prefix}{source.name}.weight_scale")
@@ -118,6 +123,9 @@ class ReleasedCheckpoint:
           f"{name} in {self.directory} has shape {self._shape(name)}, the configuration wants "
           f"{' or '.join(map(str, shapes))}"
         )
+      allowed = ("U8",) if there else _FLOATS
+      if self._dtype(name) not in allowed:
+        raise UserError(f"{name} in {self.directory} is {self._dtype(name)}, not {' or '.join(allowed)}")
     return tuple(expected)
 
   def read(self, prefix: str, source: Source) -> np.ndarray:

@@ -290,7 +290,14 @@ def test_an_override_that_repeats_the_released_config_is_no_contradiction(overri
 
 
 @pytest.mark.parametrize(
-  ("content", "culprit"), [(None, "No such file"), ("{", "not JSON"), ("[1]", "not an object"), ("", "not JSON")]
+  ("content", "culprit"),
+  [
+    (None, "No such file"),
+    ("{", "not JSON"),
+    ("[1]", "not an object"),
+    ("", "not JSON"),
+    ('{"text_config": 3}', "text_config is a int"),
+  ],
 )
 def test_a_released_config_that_isnt_one_is_named(tmp_path, content, culprit):
   if content is not None:
@@ -349,6 +356,7 @@ TINY = "kimi-k3-tiny.yml"
     ([TINY, "kda_prefill_implementation=triton"], ["kda_prefill_implementation=triton", "mosaic"]),
     ([TINY, "grouped_matmul_implementation=gather"], ["grouped_matmul_implementation=gather", "ragged_dot"]),
     (["kimi-linear-48b.yml", "kda_prefill_implementation=xla_chunked"], ["xla_chunked", "kda_gate_lower_bound"]),
+    (["kimi-linear-48b.yml", "kda_prefill_implementation=mosaic"], ["mosaic", "kda_gate_lower_bound"]),
     # parallelism
     (["kimi-k3.yml", "ici_tensor_parallelism=5"], ["kda_num_heads=96", "ici_tensor_parallelism=5"]),
     (
@@ -388,7 +396,8 @@ def test_overrides_reach_maxtexts_keys_and_ours():
 
 @pytest.mark.parametrize(
   "prompt",
-  ["", "Q: why?", "a # b", "# a", "[a", "{", "123", "1e5", "yes", "null", '"a" b', "it's", "a=b, c", "*a", "@a", "a\nb",
+  ["", "Q: why?", "${x}", "a ${oc.env:HOME} b",
+    "a # b", "# a", "[a", "{", "123", "1e5", "yes", "null", '"a" b', "it's", "a=b, c", "*a", "@a", "a\nb",
    " a ", "2024-01-01", "- a", "日本 🙂"],
 )  # fmt: skip
 def test_a_prompt_is_taken_as_it_stands(prompt):
@@ -433,3 +442,13 @@ def test_a_program_exits_with_status_2_and_one_line(argv, culprit):
 def test_a_right_configuration_says_nothing_but_what_it_was_asked():
   run = run_program(TINY)
   assert (run.returncode, run.stdout, run.stderr) == (0, "vocabulary 608\n", "")
+
+
+@pytest.mark.parametrize(
+  ("platform", "yml", "expected"),
+  [("tpu", "kimi-k3.yml", "mosaic"), ("tpu", "kimi-linear-48b.yml", "xla"), ("tpu", "kimi-k3-tiny.yml", "xla"),
+   ("cpu", "kimi-k3.yml", "xla")],
+)  # fmt: skip
+def test_auto_prefill_takes_the_kernel_only_where_it_can_serve(platform, yml, expected):
+  """Unbounded decays make tokamax's kernel overflow to NaN; heads other than 128 it doesn't take."""
+  assert model_config(read(yml), platform).kda_prefill_implementation == expected

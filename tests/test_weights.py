@@ -251,6 +251,11 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(k3, tensor, funct
   assert re.search(r"has shape \(.*\), the configuration wants", message)
 
 
+def test_a_tensor_of_the_wrong_kind_of_number_is_named(k3):
+  k3.change("language_model.model.layers.2.self_attn.o_proj.weight", lambda w: w.astype(np.uint8))
+  k3.refused("model.layers.2.self_attn.o_proj.weight", "is U8, not BF16")
+
+
 def test_a_missing_shard_is_named(k3):
   shard = "model-00002-of-000003.safetensors"
   (k3.directory / shard).unlink()

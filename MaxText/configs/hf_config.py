@@ -125,6 +125,8 @@ def read(path: str) -> tuple[dict[str, Any], list[str]]:
   if not isinstance(config, dict):
     raise UserError(f"hf_config={path} holds a {type(config).__name__}, not an object")
   text = config.get("text_config", config)
+  if not isinstance(text, dict):
+    raise UserError(f"hf_config={path}: text_config is a {type(text).__name__}, not an object")
 
   for name, allowed in _FIXED.items():
     value = text.get(name, allowed[0])

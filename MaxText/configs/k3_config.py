@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import maxtext
 import omegaconf
 import yaml
 from maxtext.configs import pyconfig
@@ -22,7 +21,6 @@ from MaxText.errors import UserError
 from MaxText.layers import activations, kda_prefill, moe
 
 CONFIG_DIR = os.path.join(os.path.dirname(__file__), "models")
-_MAXTEXT_VERSION = "0.2.5"
 
 KDA_DECODE_IMPLEMENTATIONS = ("auto", "pallas", "pallas_interpret", "reference")
 
@@ -292,7 +290,8 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
     raise UserError(f"usage: {os.path.basename(argv[0]) if argv else 'program'} CONFIG.yml [key=value …]")
   path = find_config(argv[1])
   given = _check_keys(argv[2:])
-  texts = {key: value for key, value in given.items() if _is_text(key)}
+  # OmegaConf, which carries them, would take ${…} in a text for a reference.
+  texts = {key: value.replace("${", "\\${") for key, value in given.items() if _is_text(key)}
   for key, value in given.items():
     _parse(key, value)
   # Values of ours that depend on this host; what a person says wins.
@@ -326,9 +325,3 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
     for handler in handlers:
       handler.removeFilter(captured)
   return config
-
-
-def check_maxtext_version() -> None:
-  """Raises `ImportError` if the installed maxtext isn't the one this overlay was written for."""
-  if maxtext.__version__ != _MAXTEXT_VERSION:
-    raise ImportError(f"this overlay was written for maxtext {_MAXTEXT_VERSION}, installed is {maxtext.__version__}")

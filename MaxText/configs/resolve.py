@@ -76,8 +76,9 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
     UserError: an implementation that can't serve this model.
   """
   head_dim = config.kda_head_dim
-  prefill = kda_prefill.resolve_implementation(config.kda_prefill_implementation, platform, head_dim)
-  kda_prefill.check_implementation(prefill, config.kda_gate_lower_bound)
+  bound = config.kda_gate_lower_bound
+  prefill = kda_prefill.resolve_implementation(config.kda_prefill_implementation, platform, head_dim, bound)
+  kda_prefill.check_implementation(prefill, bound)
   decode = config.kda_decode_implementation
   if decode == "auto":
     # The kernel takes heads of 128; a model with others runs the reference step, and says so when it starts.

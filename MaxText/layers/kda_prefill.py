@@ -21,20 +21,22 @@ IMPLEMENTATIONS = ("xla", "xla_chunked", "mosaic")
 _CHUNK = 64  # tokamax's chunked implementations take lengths that this divides
 
 
-def resolve_implementation(name: str, platform: str, head_dim: int) -> str:
-  """`auto` -> "mosaic" on a TPU where the heads are 128 wide, else "xla" (the token recurrence)."""
+def resolve_implementation(name: str, platform: str, head_dim: int, gate_lower_bound: float | None) -> str:
+  """`auto` -> "mosaic" on a TPU where it can serve the model: heads of 128, a bounded gate; else "xla"."""
   if name != "auto":
     return name
-  return "mosaic" if platform == "tpu" and head_dim == 128 else "xla"
+  return "mosaic" if platform == "tpu" and head_dim == 128 and gate_lower_bound is not None else "xla"
 
 
 def check_implementation(name: str, gate_lower_bound: float | None) -> None:
   """Raises `UserError` where tokamax can't serve the model with this implementation."""
   if name not in IMPLEMENTATIONS:
     raise UserError(f"kda_prefill_implementation={name} is unknown; choose auto, {', '.join(IMPLEMENTATIONS)}")
-  if name == "xla_chunked" and gate_lower_bound is None:
+  # Both chunked forms factor a chunk's decay. Unbounded, its exponent leaves float32's range: mosaic then gives NaN,
+  # and says nothing.
+  if name != "xla" and gate_lower_bound is None:
     raise UserError(
-      "kda_prefill_implementation=xla_chunked needs a bounded gate, and this model has no kda_gate_lower_bound; "
+      f"kda_prefill_implementation={name} needs a bounded gate, and this model has no kda_gate_lower_bound; "
       "use kda_prefill_implementation=xla"
     )
 
@@ -64,13 +66,13 @@ def delta_rule(
     valid: [B, T] bool; a token that isn't valid leaves the state as it was, and its output means nothing.
     a_log, dt_bias: [H], [H, K] float32.
     gate_lower_bound: K3's bound of the log decay, or None for softplus.
-    implementation: one of `IMPLEMENTATIONS`.
+    implementation: one of `IMPLEMENTATIONS`; all but "xla" need a bound.
 
   Returns:
     (o [B, T, H, V] float32, state [B, H, K, V] float32).
   """
   length = q.shape[1]
-  fused_gate = implementation == "xla_chunked" or (implementation == "mosaic" and gate_lower_bound is not None)
+  fused_gate = implementation != "xla"
   if fused_gate:
     # A raw gate this low gives a decay of exactly one: an invalid token neither decays nor (β = 0) writes.
     gate = jnp.where(valid[..., None, None], decay.astype(jnp.float32), -1e9)
