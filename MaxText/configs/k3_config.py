@@ -300,6 +300,8 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
     if not jax.config.jax_platforms:
       jax.config.update("jax_platforms", "cpu")
     defaults |= {"hardware": "cpu", "skip_jax_distributed_system": True}
+  if "compile_topology" in given:
+    defaults["compile_topology_num_slices"] = 1
   extra = {k: v for k, v in defaults.items() if k not in given}
   if given.get("hf_config"):
     values = _from_release(given["hf_config"], given)

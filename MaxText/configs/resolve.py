@@ -15,20 +15,23 @@ from MaxText.parallel import DATA, ONE, TENSOR, Parallel
 from MaxText.weights import Storage
 
 
-def make_mesh(config: Any) -> Mesh:
+def make_mesh(config: Any, devices: Any = None) -> Mesh:
   """MaxText's device mesh. Of its axes K3 uses `data` and `tensor`.
+
+  Args:
+    devices: to lay out; None for those that are there.
 
   Raises:
     UserError: parallelism on another axis, or sizes that don't multiply to the number of devices.
   """
   try:
-    devices = maxtext_utils.create_device_mesh(config)
+    grid = maxtext_utils.create_device_mesh(config, devices)
   except (AssertionError, ValueError) as error:
     sizes = {axis: getattr(config, f"ici_{axis}_parallelism") for axis in (DATA, TENSOR)}
     raise UserError(
-      f"{len(jax.devices())} devices can't be laid out as {sizes} (ici_*_parallelism; -1 takes what is left): {error}"
+      f"{len(jax.devices() if devices is None else devices)} devices can't be laid out as {sizes} (ici_*_parallelism; -1 takes what is left): {error}"
     ) from error
-  mesh = Mesh(devices, config.mesh_axes)
+  mesh = Mesh(grid, config.mesh_axes)
   other = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in (DATA, TENSOR)}
   if other:
     raise UserError(

@@ -113,25 +113,37 @@ class Engine:
 
     return jax.tree.map(one, specs, is_leaf=lambda node: isinstance(node, P | KdaCache))
 
-  def compile(self, slots: int, max_length: int, longest: int) -> None:
-    """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
-    rows = NamedSharding(self.mesh, cache_specs(self.cfg).lengths)
-
-    def per_row(*shape, dtype=jnp.int32):
-      return jax.ShapeDtypeStruct((slots, *shape), dtype, sharding=rows)
-
+  def abstract_state(self, slots: int, max_length: int) -> DecodeState:
+    """Shapes, dtypes and placements of a `DecodeState` of that size: what the programs are compiled with."""
     cache = jax.tree.map(
       lambda array, placed: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed),
       cache_shapes(self.cfg, slots, max_length),
       self._placed(cache_specs(self.cfg)),
     )
-    logits, length = per_row(self.cfg.vocab_size, dtype=jnp.float32), per_row()
+    integers, keys = self._rows(slots), self._rows(slots, dtype=jax.eval_shape(jax.random.key, 0).dtype)
+    return DecodeState(cache, integers, self._rows(slots, dtype=jnp.bool_), integers, keys)
+
+  def _rows(self, rows: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    """An abstract array with one entry a row of the batch."""
+    sharding = NamedSharding(self.mesh, cache_specs(self.cfg).lengths)
+    return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
+
+  def lower_prefill(self, slots: int, max_length: int, chunk: int) -> jax.stages.Lowered:
+    """The program that prefills `chunk` tokens, lowered for a cache of that size."""
+    logits = self._rows(slots, self.cfg.vocab_size, dtype=jnp.float32)
+    cache = self.abstract_state(slots, max_length).cache
+    return self._prefill.lower(self.params, self._rows(slots, chunk), self._rows(slots), logits, cache)
+
+  def lower_generate(self, slots: int, max_length: int) -> jax.stages.Lowered:
+    """The program of a dispatch of decode steps, lowered for a cache of that size."""
+    return self._generate.lower(self.params, self.abstract_state(slots, max_length))
+
+  def compile(self, slots: int, max_length: int, longest: int) -> None:
+    """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
+    size = _cache_size(self.abstract_state(slots, max_length).cache)
     for chunk in sorted(set(self.chunk_lengths(longest))):
-      lowered = self._prefill.lower(self.params, per_row(chunk), length, logits, cache)
-      self._compiled[(*_cache_size(cache), chunk)] = lowered.compile()
-    keys = per_row(dtype=jax.eval_shape(jax.random.key, 0).dtype)
-    state = DecodeState(cache, length, per_row(dtype=jnp.bool_), length, keys)
-    self._compiled[_cache_size(cache)] = self._generate.lower(self.params, state).compile()
+      self._compiled[(*size, chunk)] = self.lower_prefill(slots, max_length, chunk).compile()
+    self._compiled[size] = self.lower_generate(slots, max_length).compile()
 
   def init_cache(self, slots: int, max_length: int) -> DecodeCache:
     """An empty cache, each device holding its part.
