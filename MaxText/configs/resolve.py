@@ -28,8 +28,9 @@ def make_mesh(config: Any, devices: Any = None) -> Mesh:
     grid = maxtext_utils.create_device_mesh(config, devices)
   except (AssertionError, ValueError) as error:
     sizes = {axis: getattr(config, f"ici_{axis}_parallelism") for axis in (DATA, TENSOR)}
+    count = len(jax.devices() if devices is None else devices)
     raise UserError(
-      f"{len(jax.devices() if devices is None else devices)} devices can't be laid out as {sizes} (ici_*_parallelism; -1 takes what is left): {error}"
+      f"{count} devices can't be laid out as {sizes} (ici_*_parallelism; -1 takes what is left): {error}"
     ) from error
   mesh = Mesh(grid, config.mesh_axes)
   other = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in (DATA, TENSOR)}

@@ -1,17 +1,8 @@
 """Compiles the engine's programs for a described TPU slice, on a machine without one."""
 
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
-
-# Read when libtpu is loaded, which the first topology does. A weight stacked over layers is otherwise copied whole into
-# another tiling (its second-minor dimension being large), once more a copy of all weights.
-_LIBTPU_ARGS = "--xla_tpu_impure_enable_large_2nd_minor_layout=false"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-if _LIBTPU_ARGS not in os.environ.get("LIBTPU_INIT_ARGS", ""):
-  os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_LIBTPU_ARGS}".strip()
 
 import jax
 from jax.experimental import topologies
