@@ -187,7 +187,7 @@ def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, storage: Storage, sha
         return _packed(checkpoint, prefix, stack.weight)
       value = stack.weight.from_release(*(checkpoint.read(prefix, source) for source in stack.weight.sources))
       if stack.form(storage) is quantization.BlockFP8:
-        values, scales = quantization.quantize_block_fp8(value.astype(np.float32).reshape(stack.weight.matrix_shape))
+        values, scales = quantization.quantize_block_fp8(value.astype(np.float32))
         scales = quantization.spread_scales(scales, values.shape).reshape(stack.weight.shape)
         every = tuple(slice(None, None, run) for run in stack.runs(storage))
         return values.reshape(stack.weight.shape), scales[every]
@@ -231,7 +231,6 @@ def _packed(checkpoint: ReleasedCheckpoint, prefix: str, weight: Weight) -> tupl
   values = weight.arrange(*(mxfp4.nibbles(packed) for packed, _ in pairs)).reshape(weight.shape)
   scales = weight.arrange(*(scale for _, scale in pairs))
   scale_shape = tuple(
-    n // run
-    for n, run in zip(weight.shape, quantization.runs(quantization.MXFP4, weight.shape, weight.in_dims), strict=True)
+    n // run for n, run in zip(weight.shape, quantization.runs(quantization.MXFP4, weight.shape), strict=True)
   )
   return np.ascontiguousarray(values).view(ml_dtypes.float4_e2m1fn), scales.reshape(scale_shape)

@@ -7,6 +7,7 @@ On one device every function here is the identity.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -27,12 +28,18 @@ class Parallel:
     data, tensor: devices along each axis.
     batch: "same" (latency: every data group computes the same tokens) or "split" (throughput: each its own).
     mla_cache: "replicated" over the tensor group, or "striped": token p of a sequence on device p mod `tensor`.
+    latents: whether the projections into and out of the experts' latent space stand whole on every device
+      ("replicated") or split over the tensor group ("sharded": less memory, two more collectives a layer).
+    sequence: between sublayers each device of a tensor group holds an equal part of the tokens (prefill, where streams
+      are large), not all of them (decode).
   """
 
   data: int = 1
   tensor: int = 1
   batch: Literal["same", "split"] = "same"
   mla_cache: Literal["replicated", "striped"] = "replicated"
+  latents: Literal["replicated", "sharded"] = "replicated"
+  sequence: bool = False
 
   @property
   def devices(self) -> int:
@@ -47,12 +54,34 @@ class Parallel:
     return self.mla_cache == "striped" and self.tensor > 1
 
   @property
+  def splits_tokens(self) -> bool:
+    return self.sequence and self.tensor > 1
+
+  @property
+  def shards_latents(self) -> bool:
+    return self.latents == "sharded" and self.tensor > 1
+
+  @property
+  def _token_axes(self) -> tuple[str, ...]:
+    """Mesh axes whose devices hold different tokens between sublayers."""
+    return (DATA,) * self.splits_batch + (TENSOR,) * self.splits_tokens
+
+  @property
+  def token_ways(self) -> int:
+    """Over how many devices tokens are divided between sublayers."""
+    return math.prod({DATA: self.data, TENSOR: self.tensor}[axis] for axis in self._token_axes)
+
+  @property
   def _every_axis(self) -> tuple[str, ...]:
     return tuple(name for name, size in ((DATA, self.data), (TENSOR, self.tensor)) if size > 1)
 
   def tensor_index(self) -> jax.Array | int:
     """This device's place in its tensor group."""
     return lax.axis_index(TENSOR) if self.tensor > 1 else 0
+
+  def first_slot(self, slots: int) -> jax.Array | int:
+    """The number of the first of this data group's `slots` slots, counted over all groups."""
+    return lax.axis_index(DATA) * slots if self.splits_batch else 0
 
   def device_index(self) -> jax.Array | int:
     """This device's place among all: the order in which experts lie."""
@@ -70,18 +99,73 @@ class Parallel:
     """Concatenates a tensor group's parts along `axis`."""
     return lax.all_gather(x, TENSOR, axis=axis % x.ndim, tiled=True) if self.tensor > 1 else x
 
-  def gather_batch(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """All data groups' rows of each array [N, …], where the batch is split among them; as one collective."""
-    if not self.splits_batch:
+  def gather_tokens(self, x: jax.Array) -> jax.Array:
+    """[n, …] of this device's tokens -> [N, …] of its data group's: for a weight that the tensor group splits."""
+    return lax.all_gather(x, TENSOR, axis=0, tiled=True) if self.splits_tokens else x
+
+  def sum_tokens(self, x: jax.Array) -> jax.Array:
+    """A tensor group's partial results [N, …] -> their sum, for this device's tokens [n, …]."""
+    if self.splits_tokens:
+      return lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True)
+    return self.sum_tensor(x)
+
+  def own_tokens(self, x: jax.Array) -> jax.Array:
+    """[N, …], the same on every device -> this device's tokens [n, …]."""
+    if not self.splits_tokens:
+      return x
+    rows = x.shape[0] // self.tensor
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * rows, rows)
+
+  def pick_tokens(self, arrays: Tree, index: jax.Array, axes: Tree) -> Tree:
+    """Rows `index` [R] among a data group's tokens, on every device, of arrays that hold this device's; one collective.
+
+    Args:
+      axes: for each array the axis of its tokens.
+    """
+
+    def one(x: jax.Array, axis: int) -> jax.Array:
+      if not self.splits_tokens:
+        return jnp.take(x, index, axis=axis)
+      place = index - lax.axis_index(TENSOR) * x.shape[axis]
+      mine = (place >= 0) & (place < x.shape[axis])
+      rows = jnp.take(x, jnp.where(mine, place, 0), axis=axis)
+      return jnp.where(mine.reshape(-1, *[1] * (x.ndim - axis - 1)), rows, 0)
+
+    picked = jax.tree.map(one, arrays, axes)
+    return self.sum_tensor(picked) if self.splits_tokens else picked
+
+  def whole_rows(self, x: jax.Array) -> jax.Array:
+    """[N, c]: all tokens, this device's columns -> [n, C]: its own tokens, all columns."""
+    if self.splits_tokens:
+      return lax.all_to_all(x, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+    return self.gather_tensor(x, axis=1)
+
+  def own_columns(self, x: jax.Array) -> jax.Array:
+    """The reverse of `whole_rows`."""
+    if self.splits_tokens:
+      return lax.all_to_all(x, TENSOR, split_axis=1, concat_axis=0, tiled=True)
+    columns = x.shape[1] // self.tensor
+    return lax.dynamic_slice_in_dim(x, self.tensor_index() * columns, columns, axis=1)
+
+  def gather_for_experts(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Every token's row of each array [n, …], wherever tokens are split; as one collective."""
+    if not self._token_axes:
       return arrays
     # As bits side by side: a collective costs some ten microseconds whatever it carries.
     bits = [lax.bitcast_convert_type(a, jnp.uint16).reshape(len(a), -1) for a in arrays]
-    packed = lax.all_gather(jnp.concatenate(bits, axis=1), DATA, axis=0, tiled=True)
+    packed = lax.all_gather(jnp.concatenate(bits, axis=1), self._token_axes, axis=0, tiled=True)
     parts = jnp.split(packed, list(itertools.accumulate(b.shape[1] for b in bits))[:-1], axis=1)
     return tuple(
       lax.bitcast_convert_type(part.reshape(-1, *a.shape[1:], *[2] * (a.dtype.itemsize == 4)), a.dtype)
       for part, a in zip(parts, arrays, strict=True)
     )
+
+  def sum_experts(self, y: jax.Array) -> jax.Array:
+    """All devices' partial results for every token of `gather_for_experts` -> the sum, for this device's tokens."""
+    if self.splits_tokens:
+      y = lax.psum_scatter(y, self._token_axes, scatter_dimension=0, tiled=True)
+      return lax.psum(y, DATA) if self.data > 1 and not self.splits_batch else y
+    return self._own_batch(self.sum_devices(y))
 
   def once_a_tensor_group(self, x: Tree) -> Tree:
     """A tensor group's partial results, zero in all data groups but the first: made ready for `sum_devices`."""
@@ -90,8 +174,8 @@ class Parallel:
     first = lax.axis_index(DATA) == 0
     return jax.tree.map(lambda a: jnp.where(first, a, 0), x)
 
-  def own_batch(self, x: jax.Array) -> jax.Array:
-    """This data group's rows of what `gather_batch` gathered."""
+  def _own_batch(self, x: jax.Array) -> jax.Array:
+    """This data group's rows of the whole batch's."""
     if not self.splits_batch:
       return x
     rows = x.shape[0] // self.data
@@ -107,21 +191,21 @@ class Parallel:
     parts = x.reshape(self.tensor, x.shape[0] // self.tensor, *x.shape[1:])
     return lax.all_to_all(parts, TENSOR, split_axis=0, concat_axis=0) if self.tensor > 1 else parts
 
-  def combine_softmax(self, maximum: jax.Array, total: jax.Array, acc: jax.Array) -> jax.Array:
+  def combine_softmax(self, largest: jax.Array, total: jax.Array, acc: jax.Array) -> jax.Array:
     """Partial softmax attention of a tensor group's parts of the cache, for all heads -> the whole, for own heads.
 
     Args:
-      maximum, total: [B, H, T, 1] float32, a part's largest score and its sum of exp(score − maximum).
-      acc: [B, H, T, V] float32, its sum of exp(score − maximum) · value.
+      largest, total: [B, H, 1] float32, a part's largest score and its sum of exp(score − largest).
+      acc: [B, H, V] float32, its sum of exp(score − largest) · value.
 
     Returns:
-      [B, h, T, V] float32, h = H / tensor.
+      [B, h, V] float32, h = H / tensor.
     """
-    # One collective: maximum and total ride along with the values.
-    packed = jnp.moveaxis(jnp.concatenate([acc, total, maximum], axis=-1), 1, 0)
-    parts = jnp.moveaxis(self.exchange_heads(packed), 1, 2)  # [tensor, B, h, T, V + 2]
-    acc, total, maximum = jnp.split(parts, [acc.shape[-1], acc.shape[-1] + 1], axis=-1)
-    weight = jnp.exp(maximum - jnp.max(maximum, axis=0))
+    # One collective: largest and total ride along with the values.
+    packed = jnp.moveaxis(jnp.concatenate([acc, total, largest], axis=-1), 1, 0)
+    parts = jnp.moveaxis(self.exchange_heads(packed), 1, 2)  # [tensor, B, h, V + 2]
+    acc, total, largest = jnp.split(parts, [acc.shape[-1], acc.shape[-1] + 1], axis=-1)
+    weight = jnp.exp(largest - jnp.max(largest, axis=0))
     total = jnp.sum(total * weight, axis=0)
     return jnp.where(total > 0, jnp.sum(acc * weight, axis=0) / jnp.where(total > 0, total, 1), 0)
 

@@ -2,12 +2,12 @@
 
 A layer doesn't know what it holds: `layers.linears.matmul` and `grouped_matmul` take a plain array or either of these.
 
-Scales have a dimension for each dimension of the values, so that both are split over devices by the same logical axes:
-a scale covers a run of consecutive values of the last input and the last output dimension, and one index of any other.
+A weight is a matrix [inputs, outputs]. Scales have two dimensions too, so that both are split over devices by the same
+logical axes: a scale covers a run of consecutive inputs and a run of consecutive outputs.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ class BlockFP8:
   """e4m3 values; quantised with one float32 scale for each 128×128 block of the released matrix.
 
   Attributes:
-    values: [..., *in, *out] float8_e4m3fn, in the shape of the plain weight.
+    values: [..., I, O] float8_e4m3fn, in the shape of the plain weight.
     scales: same rank, float32; a value is value · scale. Where 128 doesn't divide a dimension (or a device's part of
       it), a scale covers a shorter run, and a block's scale stands several times.
   """
@@ -44,9 +44,8 @@ class MXFP4:
   """E2M1 values with one E8M0 scale for 32 inputs (OCP MX), as the release stores them, inputs first.
 
   Attributes:
-    values: [..., *in, *out] float4_e2m1fn, in the shape of the plain weight.
-    scales: [..., *in with the last one divided by 32, *out] uint8, biased exponents. They stay integers: widened where
-      they are used.
+    values: [..., I, O] float4_e2m1fn, in the shape of the plain weight.
+    scales: [..., I/32, O] uint8, biased exponents. They stay integers: widened where they are used.
   """
 
   values: jax.Array
@@ -57,20 +56,31 @@ Quantized = BlockFP8 | MXFP4
 FORMS: dict[str, type[Quantized]] = {"block_fp8": BlockFP8, "mxfp4": MXFP4}
 
 
-def runs(form: type[Quantized], shape: tuple[int, ...], in_dims: int) -> tuple[int, ...]:
-  """How many consecutive values of each dimension one scale covers.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InStack:
+  """One matrix among a stack's, left where it lies: a kernel that reads it in place wants the whole stack.
+
+  Attributes:
+    stack: arrays [N, …].
+    index: int32 scalar, which of the N is meant.
+    implementation: of `quantized_matmul.grouped_matmul`.
+  """
+
+  stack: Quantized
+  index: jax.Array
+  implementation: str = field(metadata={"static": True})
+
+
+def runs(form: type[Quantized], shape: tuple[int, int]) -> tuple[int, int]:
+  """How many consecutive inputs and outputs one scale covers.
 
   Args:
-    shape: of one weight (no stacked axis), or of the part of it that one device holds.
-    in_dims: how many of its dimensions are inputs.
+    shape: [I, O] of one matrix, or of the part of it that one device holds.
   """
-  covered = [1] * len(shape)
   if form is MXFP4:
-    covered[in_dims - 1] = mxfp4.GROUP
-  else:
-    for last in (in_dims - 1, len(shape) - 1):
-      covered[last] = math.gcd(BLOCK, shape[last])
-  return tuple(covered)
+    return mxfp4.GROUP, 1
+  return math.gcd(BLOCK, shape[0]), math.gcd(BLOCK, shape[1])
 
 
 def _widen(exponents: jax.Array) -> jax.Array:
@@ -78,22 +88,21 @@ def _widen(exponents: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
 
 
-def _matrices(w: Quantized, in_dims: int) -> tuple[jax.Array, jax.Array]:
-  """One weight -> values [blocks of inputs, run, O] as stored, scales [blocks of inputs, O] float32."""
-  inputs = math.prod(w.values.shape[:in_dims])
-  blocks = math.prod(w.scales.shape[:in_dims])
+def _blocks(w: Quantized) -> tuple[jax.Array, jax.Array]:
+  """One matrix -> values [blocks of inputs, run, O] as stored, scales [blocks of inputs, O] float32."""
+  inputs, outputs = w.values.shape
   scales = w.scales if isinstance(w, BlockFP8) else _widen(w.scales)
-  scales = jnp.repeat(scales, w.values.shape[-1] // w.scales.shape[-1], axis=-1)
-  return w.values.reshape(blocks, inputs // blocks, -1), scales.reshape(blocks, -1)
+  scales = jnp.repeat(scales, outputs // w.scales.shape[1], axis=1)
+  return w.values.reshape(len(scales), inputs // len(scales), outputs), scales
 
 
-def dequantize(w: Quantized, in_dims: int, dtype: Any) -> jax.Array:
-  """One weight (no stacked axis) as a plain array of its shape. Exact in float32; MXFP4 also in bfloat16."""
-  values, scales = _matrices(w, in_dims)
+def dequantize(w: Quantized, dtype: Any) -> jax.Array:
+  """One matrix as a plain array of its shape. Exact in float32; MXFP4 also in bfloat16."""
+  values, scales = _blocks(w)
   return (values.astype(jnp.float32) * scales[:, None]).reshape(w.values.shape).astype(dtype)
 
 
-def scaled_matmul(x: jax.Array, w: Quantized, in_dims: int) -> jax.Array:
+def scaled_matmul(x: jax.Array, w: Quantized) -> jax.Array:
   """x [M, I] times a quantised matrix, its scales applied to the partial sums of each block of inputs.
 
   No decoded copy of the weight is made beyond the values' cast inside the product.
@@ -101,7 +110,7 @@ def scaled_matmul(x: jax.Array, w: Quantized, in_dims: int) -> jax.Array:
   Returns:
     [M, O] float32.
   """
-  values, scales = _matrices(w, in_dims)
+  values, scales = _blocks(w)
   blocks = x.reshape(len(x), *values.shape[:2])
   partial_sums = jnp.einsum("mbi,bio->mbo", blocks, values.astype(x.dtype), preferred_element_type=jnp.float32)
   return jnp.sum(partial_sums * scales, axis=1)

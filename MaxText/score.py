@@ -78,7 +78,8 @@ def score(config: Any, engine: Engine, tokens: np.ndarray) -> np.ndarray:
 
   @partial(jax.jit, donate_argnums=(2,))
   def prefill(params, ids, cache):
-    return kimi_k3.prefill(cfg, params, ids, jnp.full(batch, ids.shape[1], jnp.int32), cache, all_logits=True)
+    length = jnp.full(batch, ids.shape[1], jnp.int32)
+    return kimi_k3.prefill(cfg, params, ids, length, jnp.arange(batch), cache, all_logits=True)
 
   @partial(jax.jit, donate_argnums=(2,))
   def decode(params, ids, cache):

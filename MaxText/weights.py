@@ -62,9 +62,8 @@ class Weight:
     sources: the released tensors it is made of.
     init: initialiser for random weights, (key, shape) -> float32.
     assemble: the released tensors as numpy arrays -> an array of `shape`. Default: one matrix, transposed to
-      [in, out] and folded to `shape`.
+      [in, out].
     disassemble: the inverse, for export. Default: the inverse of the default `assemble`.
-    in_dims: how many leading dimensions are inputs, where the weight is a matrix.
     formats: `weight_format`s that quantise it; under the others it stays plain.
     float32: True where the release stores, and the arithmetic wants, float32 whatever `weight_dtype` says.
   """
@@ -75,18 +74,12 @@ class Weight:
   init: Initializer
   assemble: Callable[..., np.ndarray] | None = None
   disassemble: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
-  in_dims: int = 1
   formats: tuple[str, ...] = ()
   float32: bool = False
 
   def __post_init__(self):
     if len(self.shape) != len(self.axes):
       raise ValueError(f"{self.sources[0].name}: {len(self.axes)} logical axes for shape {self.shape}")
-
-  @property
-  def matrix_shape(self) -> tuple[int, int]:
-    """(I, O): inputs and outputs flattened."""
-    return math.prod(self.shape[: self.in_dims]), math.prod(self.shape[self.in_dims :])
 
   def from_release(self, *tensors: np.ndarray) -> np.ndarray:
     return self.arrange(*tensors).reshape(self.shape)
@@ -158,7 +151,7 @@ class Stack:
     """How many values of each dimension of one instance a scale covers, on any device."""
     ways = dict(storage.ways)
     local = tuple(n // ways.get(axis, 1) for n, axis in zip(self.weight.shape, self.weight.axes, strict=True))
-    return quantization.runs(quantization.FORMS[storage.format], local, self.weight.in_dims)
+    return quantization.runs(quantization.FORMS[storage.format], local)
 
   def arrays(self, storage: Storage) -> Any:
     """What the weight is held in: a `ShapeDtypeStruct`, or a quantised weight of two of them."""

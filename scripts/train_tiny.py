@@ -104,7 +104,7 @@ def as_released(tree: weights.WeightTree, params: dict[str, Any]) -> dict[str, A
 
 def logits_of(cfg: ModelConfig, params: dict[str, Any], ids: jax.Array, length: jax.Array) -> jax.Array:
   batch, t = ids.shape
-  logits, _ = kimi_k3.prefill(cfg, params, ids, length, init_cache(cfg, batch, t), all_logits=True)
+  logits, _ = kimi_k3.prefill(cfg, params, ids, length, jnp.arange(batch), init_cache(cfg, batch, t), all_logits=True)
   return logits
 
 

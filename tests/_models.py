@@ -97,14 +97,19 @@ def random_params(cfg: ModelConfig, seed: int) -> kimi_k3.Params:
       case _ if len(one) == 1:
         value = 1 + 0.1 * generator.standard_normal(shape)
       case _:
-        value = generator.standard_normal(shape) / np.prod(one[: stack.weight.in_dims]) ** 0.5
+        value = generator.standard_normal(shape) / one[0] ** 0.5
     return jnp.asarray(value, stack.dtype(cfg.storage))
 
   return weights.map_weights(draw, kimi_k3.weight_tree(cfg))
 
 
+def _prefill_every_slot(cfg, params, tokens, length, cache, all_logits=False):
+  """Row i is slot i."""
+  return kimi_k3.prefill(cfg, params, tokens, length, jnp.arange(tokens.shape[0]), cache, all_logits)
+
+
 # One jitted function for all tests of a process, so that a shape is compiled once.
-prefill = jax.jit(kimi_k3.prefill, static_argnums=(0,), static_argnames=("all_logits",))
+prefill = jax.jit(_prefill_every_slot, static_argnums=(0,), static_argnames=("all_logits",))
 decode_step = jax.jit(kimi_k3.decode_step, static_argnums=(0,))
 
 
@@ -116,7 +121,7 @@ def fresh_entry_points():
   """(prefill of all logits, decode_step) that are traced anew: for code that a test has changed underneath them."""
 
   def prefill_all(cfg, *args):
-    return kimi_k3.prefill(cfg, *args, all_logits=True)
+    return _prefill_every_slot(cfg, *args, all_logits=True)
 
   def step(*args):
     return kimi_k3.decode_step(*args)

@@ -96,7 +96,7 @@ def unrolled_prefill(cfg):
 
   def run(tokens, params, cache):
     length = jnp.full(1, tokens.shape[1], jnp.int32)
-    return kimi_k3.prefill(cfg, params, tokens, length, cache, all_logits=True)
+    return kimi_k3.prefill(cfg, params, tokens, length, jnp.arange(len(tokens)), cache, all_logits=True)
 
   return jax.jit(recorded(run), compiler_options=COMPILE_QUICKLY)
 
@@ -325,7 +325,7 @@ MISTAKES = {
     "k3-a",
     attention_mla,
     "_gated_output",
-    lambda cfg, w, x, out: attention_mla.matmul(out, w["o"], in_dims=2),
+    lambda cfg, w, x, out: attention_mla.matmul(out.reshape(*out.shape[:-2], -1), w["o"]),
   ),
   # kda
   "q and k normalised with the epsilon on the mean": (

@@ -14,10 +14,19 @@ from _models import assert_close, empty_cache, furthest, normal, rng, small_conf
 from jax.experimental.pallas import tpu as pltpu
 from tokamax._src.ops.kda.pallas_mosaic_tpu import PallasMosaicTpuKimiDeltaAttention
 
-from MaxText.layers import activations, attention_kda, attention_mla, attention_residuals, kda_prefill, linears, moe
+from MaxText.layers import (
+  activations,
+  attention_kda,
+  attention_mla,
+  attention_residuals,
+  kda_prefill,
+  linears,
+  mla_cache,
+  moe,
+)
 from MaxText.layers.attention_kda import KdaCache
-from MaxText.layers.attention_mla import MlaCache
 from MaxText.layers.attention_residuals import Residual
+from MaxText.layers.mla_cache import MlaCache
 from MaxText.layers.normalizations import rms_norm
 
 
@@ -229,7 +238,7 @@ def test_grouped_matmul_multiplies_each_group_by_its_matrix(implementation, rows
   if implementation == "loop":
     w = w.at[:first].set(jnp.nan).at[first + groups :].set(jnp.nan)
   # Traced, as a loop over layers passes it.
-  function = jax.jit(functools.partial(linears.grouped_matmul, implementation=implementation))
+  function = jax.jit(functools.partial(linears.grouped_matmul, out_dtype=jnp.float32, implementation=implementation))
   for sizes in (sizes_of(generator, rows, groups), np.eye(1, groups, 5, dtype=np.int32)[0] * rows):
     group_of_row = np.repeat(np.arange(groups), sizes)
     expected = np.einsum("mi,mio->mo", x64, w64[first + group_of_row])
@@ -242,16 +251,16 @@ def test_ragged_dot_on_one_layers_matrices_alone():
   generator = rng(1)
   (x, x64), (w, w64) = normal(generator, 30, 24), normal(generator, 6, 24, 20)
   sizes = sizes_of(generator, 30, 6)
-  ours = linears.grouped_matmul(x, w, jnp.asarray(sizes), 0, "ragged_dot")
+  ours = linears.grouped_matmul(x, w, jnp.asarray(sizes), 0, jnp.float32, "ragged_dot")
   assert_close(ours, np.einsum("mi,mio->mo", x64, w64[np.repeat(np.arange(6), sizes)]), 2e-5, "ragged_dot")
 
 
 def test_unknown_grouped_matmul_is_refused():
   with pytest.raises(ValueError, match=r"megablox.*ragged_dot.*loop"):
-    linears.grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.asarray([2]), 0, "megablox")
+    linears.grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.asarray([2]), 0, jnp.float32, "megablox")
 
 
-@pytest.mark.parametrize("implementation", moe.GROUPED_MATMULS)
+@pytest.mark.parametrize("implementation", sorted({*moe.GROUPED_MATMULS} - {"pallas"}))
 def test_routed_experts_are_weighted_on_their_output(implementation):
   generator = rng(5)
   cfg = small_config(num_experts=8, num_experts_per_token=3, grouped_matmul_implementation=implementation)
@@ -284,7 +293,8 @@ def test_whole_moe_layer_is_the_formula():
       "bias": normal(generator, 8, scale=0.2),
       "wi": normal(generator, 1, 8, width, 2, 32, scale=0.2),
       "wo": normal(generator, 1, 8, 32, width, scale=0.01),  # small sums, where the norm's epsilon counts
-      "shared_wi": normal(generator, 64, 2, 64, scale=0.1),
+      "shared_wi_0": normal(generator, 64, 64, scale=0.1),
+      "shared_wi_1": normal(generator, 64, 64, scale=0.1),
       "shared_wo": normal(generator, 64, 64, scale=0.1),
     }
     if latent:
@@ -306,11 +316,12 @@ def test_whole_moe_layer_is_the_formula():
         y[t] += scores[t, e] / scores[t, chosen[t]].sum() * 2.446 * (situ64(*hidden) @ w["wo"][0, e])
     if latent:
       y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * w["norm"] @ w["up"]
-    hidden = np.einsum("nd,dcf->ncf", tokens, w["shared_wi"])
-    expected = (y + situ64(hidden[:, 0], hidden[:, 1]) @ w["shared_wo"]).reshape(x.shape)
-    shared = {"wi": w32["shared_wi"], "wo": w32["shared_wo"]}
+    expected = y + situ64(tokens @ w["shared_wi_0"], tokens @ w["shared_wi_1"]) @ w["shared_wo"]
+    shared = {name: w32[f"shared_{name}"] for name in ("wi_0", "wi_1", "wo")}
     experts = {"wi": w32["wi"].reshape(*w32["wi"].shape[:3], -1), "wo": w32["wo"]}
-    assert_close(moe.moe(cfg, w32 | {"shared": shared}, experts, x, 0), expected, 2e-5, f"latent {latent}")
+    every = jnp.ones(20, bool)
+    ours = moe.moe(cfg, w32 | {"shared": shared}, experts, x.reshape(20, 64), every, 0)
+    assert_close(ours, expected, 2e-5, f"latent {latent}")
 
 
 # The delta rule over a chunk
@@ -402,12 +413,12 @@ def kda64(cfg, w, x):
   """A KDA layer over one sequence [T, D] from nothing; the float64 state and read-out too."""
   w = {k: np.asarray(v, np.float64) for k, v in w.items()}
   t, h, k = x.shape[0], cfg.kda_num_heads, cfg.kda_head_dim
-  qkv = np.einsum("td,dchk->tchk", x, w["qkv"])
+  qkv = (x @ w["qkv"]).reshape(t, h, 3, k).swapaxes(1, 2)
   padded = np.concatenate([np.zeros((3, 3, h, k)), qkv])
   y = sum(w["conv"][:, i] * padded[i : i + t] for i in range(4))
   y = y * sigmoid(y)
   q, key = (y[:, i] / np.sqrt((y[:, i] ** 2).sum(-1, keepdims=True) + 1e-6) for i in (0, 1))
-  raw = np.einsum("tk,khj->thj", x @ w["f_a"], w["f_b"]) + w["dt_bias"]
+  raw = (x @ w["f_a"] @ w["f_b"]).reshape(t, h, k) + w["dt_bias"]
   rate = np.exp(w["a_log"])[:, None]
   bounded = cfg.kda_gate_lower_bound is not None
   g = cfg.kda_gate_lower_bound * sigmoid(rate * raw) if bounded else -rate * np.log1p(np.exp(raw))
@@ -415,10 +426,8 @@ def kda64(cfg, w, x):
   batched = (a[None] for a in (q, key, y[:, 2], g, beta))
   o, state = delta_rule64(*batched, np.zeros((1, h, k, k)))
   o = o[0] / np.sqrt((o[0] ** 2).mean(-1, keepdims=True) + 1e-5) * w["o_norm"]
-  gate = np.einsum("td,dhk->thk", x, w["g"]) if cfg.kda_full_rank_gate else None
-  if gate is None:
-    gate = np.einsum("tk,khj->thj", x @ w["g_a"], w["g_b"])
-  return np.einsum("thk,hkd->td", o * sigmoid(gate), w["o"]), state[0], qkv[-3:]
+  gate = x @ w["g"] if cfg.kda_full_rank_gate else x @ w["g_a"] @ w["g_b"]
+  return (o.reshape(t, h * k) * sigmoid(gate)) @ w["o"], state[0], qkv[-3:]
 
 
 @pytest.mark.parametrize("changes", [{}, {"kda_gate_lower_bound": None, "kda_full_rank_gate": False}])
@@ -429,7 +438,8 @@ def test_kda_layer_prefill_and_decode_are_the_formula(changes):
   shapes = attention_kda.cache_shapes(cfg, 2, 2)
   cache = KdaCache(*(jnp.full(s.shape, jnp.nan, s.dtype).at[1].set(0) for s in shapes))  # layer 0 isn't ours
   prefill, decode = (jax.jit(f, static_argnums=0) for f in (attention_kda.prefill, attention_kda.decode))
-  out, cache = prefill(cfg, w, x[:, :12], jnp.asarray([12, 9]), cache, 1)
+  out, cache = prefill(cfg, w, x[:, :12].reshape(24, 64), jnp.asarray([12, 9]), jnp.arange(2), cache, 1)
+  out = out.reshape(2, 12, 64)
   steps = [[], []]
   for t in range(8):
     both = jnp.stack([x[0, 12 + t], x[1, 9 + t]])
@@ -452,13 +462,13 @@ def mla64(cfg, w, x):
   def norm(y, weight):
     return y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * weight
 
-  q = np.einsum("tr,rhq->thq", norm(x @ w["q_a"], w["q_a_norm"]), w["q_b"]) if cfg.q_lora_rank else None
-  if q is None:
-    q = np.einsum("td,dhq->thq", x, w["q"])
+  heads = cfg.mla_num_heads
+  q = norm(x @ w["q_a"], w["q_a_norm"]) @ w["q_b"] if cfg.q_lora_rank else x @ w["q"]
+  q = q.reshape(len(x), heads, -1)
   c = x @ w["kv_a"]
   rank = cfg.kv_lora_rank
   latent, tail = norm(c[:, :rank], w["kv_a_norm"]), c[:, rank:]
-  kv = np.einsum("tl,lhn->thn", latent, w["kv_b"])
+  kv = (latent @ w["kv_b"]).reshape(len(x), heads, -1)
   out = np.zeros((x.shape[0], cfg.mla_num_heads, 16))
   for t in range(x.shape[0]):
     for h in range(cfg.mla_num_heads):
@@ -467,8 +477,8 @@ def mla64(cfg, w, x):
       p = np.exp(s - s.max())
       out[t, h] = p / p.sum() @ kv[: t + 1, h, 16:]
   if cfg.mla_output_gate:
-    out = out * sigmoid(np.einsum("td,dhv->thv", x, w["g"]))
-  return np.einsum("thv,hvd->td", out, w["o"])
+    out = out * sigmoid(x @ w["g"]).reshape(out.shape)
+  return out.reshape(len(x), -1) @ w["o"]
 
 
 @pytest.mark.parametrize(
@@ -482,16 +492,18 @@ def mla64(cfg, w, x):
 )
 def test_mla_layer_prefill_and_absorbed_decode_are_the_formula(changes, block, monkeypatch):
   """In one block of keys and in many; what lies beyond a row's own tokens is NaN."""
-  monkeypatch.setattr(attention_mla, "_KEY_BLOCK", block)
+  for name in ("_UNIT", "_DECODE_KEYS", "_PREFILL_KEYS", "_PREFILL_QUERIES"):
+    monkeypatch.setattr(mla_cache, name, block)
   cfg = small_config(**changes)
   w = random_weights(attention_mla.weights(cfg), 13)
   x, x64 = normal(rng(14), 2, 30, 64)
-  shape = attention_mla.cache_shapes(cfg, 2, 2, 40).latent
+  shape = mla_cache.cache_shapes(cfg, 2, 2, 40).latent
   cache = MlaCache(jnp.full(shape.shape, jnp.nan, shape.dtype))
   start, lengths = jnp.zeros(2, jnp.int32), np.array([19, 11])
   # Traced anew for each block size, which is no argument.
   prefill, decode = (jax.jit(lambda *args, f=f: f(cfg, *args)) for f in (attention_mla.prefill, attention_mla.decode))
-  out, cache = prefill(w, x[:, :19], start, jnp.asarray(lengths), cache, 1)
+  out, cache = prefill(w, x[:, :19].reshape(38, 64), start, jnp.asarray(lengths), jnp.arange(2), cache, 1)
+  out = out.reshape(2, 19, 64)
   steps = [[], []]
   for t in range(11):
     both = jnp.stack([x[0, 19 + t], x[1, 11 + t]])

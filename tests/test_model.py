@@ -24,7 +24,7 @@ from _models import (
   run_prefill,
 )
 
-from MaxText.layers import attention_mla
+from MaxText.layers import mla_cache
 
 SAME = 1e-4
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 130)
@@ -146,7 +146,8 @@ def test_implementations_agree(model, tokens, whole, change):
 
 def test_keys_in_several_blocks_give_the_same(model, tokens, whole, monkeypatch):
   """The cache of K3's own lengths is attended to 512 positions at a time; here, to 64."""
-  monkeypatch.setattr(attention_mla, "_KEY_BLOCK", 64)
+  for name in ("_UNIT", "_DECODE_KEYS", "_PREFILL_KEYS", "_PREFILL_QUERIES"):
+    monkeypatch.setattr(mla_cache, name, 64)
   cfg, params = model
   prefill_all, step = fresh_entry_points()
   cache = empty_cache(cfg, 2)

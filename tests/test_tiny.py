@@ -110,6 +110,10 @@ def _edit(params, **changes):
   return new
 
 
+def _by_head(cfg, w):
+  return w.reshape(*w.shape[:-1], cfg.mla_num_heads, -1)
+
+
 def _without_attn_res(cfg, params):
   plain = {
     k: {n: {} if n.endswith("_res") else x for n, x in v.items()} if k in ("leading_kda", "kda", "mla") else v
@@ -130,7 +134,7 @@ SWITCHED_OFF = {
   "shared expert": lambda cfg, p: (dataclasses.replace(cfg, num_shared_experts=0), p),
   "MLA tail": lambda cfg, p: (
     cfg,
-    _edit(p, mla={"q_b": lambda w: w.at[..., cfg.qk_nope_head_dim :].set(0)}),
+    _edit(p, mla={"q_b": lambda w: _by_head(cfg, w).at[..., cfg.qk_nope_head_dim :].set(0).reshape(w.shape)}),
   ),
 }
 
@@ -143,7 +147,7 @@ def _share_answered(cfg, params, tokenizer) -> float:
     row[: len(prompt) + len(answer)] = prompt + answer
   length = jnp.array([len(p) + len(a) for p, a in rows], jnp.int32)
   run = jax.jit(partial(kimi_k3.prefill, cfg, all_logits=True))
-  logits, _ = run(params, ids, length, init_cache(cfg, len(rows), MAX_LENGTH))
+  logits, _ = run(params, ids, length, jnp.arange(len(rows)), init_cache(cfg, len(rows), MAX_LENGTH))
   best = np.asarray(jnp.argmax(logits, axis=-1))
   right = [list(b[len(p) - 1 : len(p) + len(a) - 1]) == a for b, (p, a) in zip(best, rows, strict=True)]
   return float(np.mean(right))

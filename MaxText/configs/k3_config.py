@@ -67,6 +67,12 @@ class K3Config(MaxTextConfig):
   mla_cache_mode: Literal["replicated", "striped"] = Field(
     "replicated", description="MLA's latents on every device of a tensor group, or dealt out by position."
   )
+  mla_cache_dtype: Literal["auto", "float8_e4m3fn"] = Field(
+    "auto", description="How MLA's latents are stored: in dtype, or in eight bits (half of bfloat16's memory)."
+  )
+  latent_projections: Literal["replicated", "sharded"] = Field(
+    "replicated", description="The projections around the routed experts: whole on every device, or split over tensor."
+  )
   # Decoding
   prompt_file: str = Field("", description="A file with one prompt a line, decoded as one batch.")
   prefill_chunk_size: int = Field(512, description="Tokens of a prompt that are prefilled at a time.", gt=0)

@@ -38,6 +38,7 @@ class ModelConfig:
   qk_rope_head_dim: int
   v_head_dim: int
   mla_output_gate: bool
+  mla_cache_dtype: Any
   # Feed-forward
   mlp_size: int
   hidden_act: str
@@ -88,6 +89,11 @@ class ModelConfig:
     """
     width = self.kv_lora_rank + self.qk_rope_head_dim
     return width if width <= 128 else -(-width // 128) * 128
+
+  @property
+  def quantized_matmul_implementation(self) -> str:
+    """Of `quantized_matmul`, for quantised weights that are read in place from their stack; "" to do without it."""
+    return self.grouped_matmul_implementation if "pallas" in self.grouped_matmul_implementation else ""
 
   @property
   def num_residual_blocks(self) -> int:

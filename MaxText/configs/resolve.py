@@ -49,6 +49,7 @@ def _parallel(config: Any, mesh: Mesh | None) -> Parallel:
     tensor=mesh.shape[TENSOR],
     batch="split" if config.parallel_mode == "throughput" else "same",
     mla_cache=config.mla_cache_mode,
+    latents=config.latent_projections,
   )
   for key, heads in (("kda_num_heads", config.kda_num_heads), ("base_num_query_heads", config.num_query_heads)):
     if heads % parallel.tensor:
@@ -91,13 +92,26 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
   _check_device("kda_decode_implementation", decode, "pallas", platform, head_dim)
   grouped_matmul = config.grouped_matmul_implementation
   if grouped_matmul == "auto":
-    grouped_matmul = "loop" if platform == "cpu" else "ragged_dot"
+    plain = config.weight_format == "plain"
+    grouped_matmul = "loop" if platform == "cpu" else "ragged_dot" if plain else "pallas"
   mla = set(config.full_attn_layers)  # both lists of the release count from one
-  if config.weight_format != "plain" and grouped_matmul != "loop":
+  if grouped_matmul == "pallas" and platform != "tpu":
     raise UserError(
-      f"weight_format={config.weight_format} is served by grouped_matmul_implementation=loop, not {grouped_matmul}"
+      f"grouped_matmul_implementation=pallas needs a TPU, and this is a {platform}; use grouped_matmul_implementation="
+      "auto"
+    )
+  if config.weight_format != "plain" and grouped_matmul in ("ragged_dot", "dense"):
+    raise UserError(
+      f"weight_format={config.weight_format} is served by grouped_matmul_implementation=loop or pallas, not "
+      f"{grouped_matmul}"
     )
   parallel = _parallel(config, mesh)
+  latent = config.routed_expert_hidden_size
+  if parallel.shards_latents and latent % parallel.tensor:
+    raise UserError(
+      f"routed_expert_hidden_size={latent} can't be split over a tensor group of {parallel.tensor} devices; use "
+      "latent_projections=replicated"
+    )
   layers = tuple(
     ("mla" if i + 1 in mla else "kda", "dense" if i < config.first_num_dense_layers else "moe")
     for i in range(config.num_decoder_layers)
@@ -123,6 +137,7 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
     qk_rope_head_dim=config.qk_rope_head_dim,
     v_head_dim=config.v_head_dim,
     mla_output_gate=config.mla_use_output_gate,
+    mla_cache_dtype=jnp.dtype(config.dtype if config.mla_cache_dtype == "auto" else config.mla_cache_dtype),
     mlp_size=config.mlp_dim,
     hidden_act=config.hidden_act,
     situ_beta=config.activation_situ_beta,
@@ -163,7 +178,7 @@ def describe_implementations(cfg: ModelConfig) -> str:
   if parallel.devices > 1:
     devices = (
       f", devices: data {parallel.data} ({parallel.batch} tokens) × tensor {parallel.tensor}, "
-      f"MLA cache {parallel.mla_cache}"
+      f"MLA cache {parallel.mla_cache}, latent projections {parallel.latents}"
     )
   return (
     f"KDA prefill: {cfg.kda_prefill_implementation} (tokamax), "

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from MaxText.configs.model_config import ModelConfig
-from MaxText.layers import attention_kda, attention_mla
+from MaxText.layers import attention_kda, mla_cache
 from MaxText.layers.attention_kda import KdaCache
-from MaxText.layers.attention_mla import MlaCache
+from MaxText.layers.mla_cache import MlaCache
 from MaxText.parallel import DATA, TENSOR
 
 
@@ -39,7 +39,7 @@ def cache_shapes(cfg: ModelConfig, slots: int, max_length: int) -> DecodeCache:
   """Shapes and dtypes of a `DecodeCache`: what the planner compiles with, and what `init_cache` fills."""
   kda = [attention_kda.cache_shapes(cfg, len(cfg.layer_ids("kda", leading)), slots) for leading in (True, False)]
   mla = [
-    attention_mla.cache_shapes(cfg, len(cfg.layer_ids("mla", leading)), slots, max_length) for leading in (True, False)
+    mla_cache.cache_shapes(cfg, len(cfg.layer_ids("mla", leading)), slots, max_length) for leading in (True, False)
   ]
   return DecodeCache(*kda, *mla, jax.ShapeDtypeStruct((slots,), jnp.int32))
 

@@ -32,6 +32,7 @@ NO_TOKEN = -1  # what `generate` returns for a row that had stopped
 ASSETS = os.path.join(os.path.dirname(__file__), "..", "assets")
 _V7X_DEVICE_BYTES = int(94.7 * 2**30)  # usable HBM of one of a v7x chip's two devices
 _SMALLEST_CHUNK = 16
+_BATCHED_TOKENS = 32768  # that are prefilled for all slots at once
 
 
 class DecodeState(NamedTuple):
@@ -82,7 +83,7 @@ class Engine:
     weight = jax.tree.map(lambda a: a.sharding.spec, params)
     state = DecodeState(cache, rows, rows, rows, rows)
     self._prefill = self._program(
-      partial(_prefill_chunk, cfg), (weight, rows, rows, rows, cache), (rows, cache), donate=(3, 4)
+      partial(_prefill_chunk, cfg), (weight, rows, rows, rows, rows, cache), (rows, cache), donate=(4, 5)
     )
     self._start = self._program(partial(_start, sampling, self.stop_ids), (cache, rows, rows, rows), state, donate=(0,))
     self._generate = self._program(
@@ -128,11 +129,12 @@ class Engine:
     sharding = NamedSharding(self.mesh, cache_specs(self.cfg).lengths)
     return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
 
-  def lower_prefill(self, slots: int, max_length: int, chunk: int) -> jax.stages.Lowered:
-    """The program that prefills `chunk` tokens, lowered for a cache of that size."""
+  def lower_prefill(self, slots: int, max_length: int, rows: int, chunk: int) -> jax.stages.Lowered:
+    """The program that prefills `chunk` tokens of each of `rows` sequences, lowered for a cache of that size."""
     logits = self._rows(slots, self.cfg.vocab_size, dtype=jnp.float32)
     cache = self.abstract_state(slots, max_length).cache
-    return self._prefill.lower(self.params, self._rows(slots, chunk), self._rows(slots), logits, cache)
+    per_row = self._rows(rows)
+    return self._prefill.lower(self.params, self._rows(rows, chunk), per_row, per_row, logits, cache)
 
   def lower_generate(self, slots: int, max_length: int) -> jax.stages.Lowered:
     """The program of a dispatch of decode steps, lowered for a cache of that size."""
@@ -140,9 +142,9 @@ class Engine:
 
   def compile(self, slots: int, max_length: int, longest: int) -> None:
     """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
-    size = _cache_size(self.abstract_state(slots, max_length).cache)
+    size, rows = _cache_size(self.abstract_state(slots, max_length).cache), self.prefill_rows(slots, longest)
     for chunk in sorted(set(self.chunk_lengths(longest))):
-      self._compiled[(*size, chunk)] = self.lower_prefill(slots, max_length, chunk).compile()
+      self._compiled[(*size, rows, chunk)] = self.lower_prefill(slots, max_length, rows, chunk).compile()
     self._compiled[size] = self.lower_generate(slots, max_length).compile()
 
   def init_cache(self, slots: int, max_length: int) -> DecodeCache:
@@ -165,6 +167,11 @@ class Engine:
     last = [min(self.chunk_size, max(_SMALLEST_CHUNK, 1 << (rest - 1).bit_length()))] if rest else []
     return [self.chunk_size] * full + last
 
+  def prefill_rows(self, slots: int, longest: int) -> int:
+    """How many sequences are prefilled at a time: all slots where their chunks are small, else one a data group."""
+    groups = self.cfg.parallel.data if self.cfg.parallel.splits_batch else 1
+    return slots if slots * max(self.chunk_lengths(longest)) <= _BATCHED_TOKENS else groups
+
   def prefill(self, prompts: Sequence[Sequence[int]], cache: DecodeCache) -> tuple[jax.Array, DecodeCache]:
     """Feeds each prompt to its slot, chunk by chunk.
 
@@ -176,18 +183,30 @@ class Engine:
       (logits after each prompt's last token [B, V] float32, cache).
     """
     slots = cache.lengths.shape[0]
-    length = np.zeros(slots, np.int32)
-    length[: len(prompts)] = [len(p) for p in prompts]
+    rows = self.prefill_rows(slots, max(map(len, prompts)))
     logits = jnp.zeros((slots, self.cfg.vocab_size), jnp.float32)
+    # Slots lie group by group, and a data group's rows of a chunk must be for its own slots.
+    groups = self.cfg.parallel.data if self.cfg.parallel.splits_batch else 1
+    by_wave = np.arange(slots).reshape(groups, -1, rows // groups).swapaxes(0, 1).reshape(-1, rows)
+    for wave in by_wave:
+      parts = [prompts[slot] if slot < len(prompts) else () for slot in wave]
+      if any(parts):
+        logits, cache = self._prefill_wave(parts, wave.astype(np.int32), logits, cache)
+    return logits, cache
+
+  def _prefill_wave(
+    self, prompts: Sequence[Sequence[int]], slots: np.ndarray, logits: jax.Array, cache: DecodeCache
+  ) -> tuple[jax.Array, DecodeCache]:
+    length = np.array([len(p) for p in prompts], np.int32)
     done = 0
     for chunk in self.chunk_lengths(int(length.max())):
-      tokens = np.zeros((slots, chunk), np.int32)
+      tokens = np.zeros((len(prompts), chunk), np.int32)
       for row, prompt in enumerate(prompts):
         part = prompt[done : done + chunk]
         tokens[row, : len(part)] = part
       in_chunk = np.clip(length - done, 0, chunk).astype(np.int32)
-      program = self._compiled.get((*_cache_size(cache), chunk), self._prefill)
-      logits, cache = program(self.params, tokens, in_chunk, logits, cache)
+      program = self._compiled.get((*_cache_size(cache), *tokens.shape), self._prefill)
+      logits, cache = program(self.params, tokens, in_chunk, slots, logits, cache)
       done += chunk
     return logits, cache
 
@@ -217,9 +236,12 @@ def _cache_size(cache: DecodeCache) -> tuple[int, int]:
   return cache.lengths.shape[0], cache.mla.latent.shape[2]
 
 
-def _prefill_chunk(cfg, params, tokens, length, logits, cache):
-  new, cache = kimi_k3.prefill(cfg, params, tokens, length, cache)
-  return jnp.where((length > 0)[:, None], new, logits), cache
+def _prefill_chunk(cfg, params, tokens, length, slots, logits, cache):
+  # Slots are counted over all data groups; a group sees its own.
+  here = cache.lengths.shape[0]
+  slots -= cfg.parallel.first_slot(here)
+  new, cache = kimi_k3.prefill(cfg, params, tokens, length, slots, cache)
+  return logits.at[jnp.where(length > 0, slots, here)].set(new, mode="drop"), cache
 
 
 def _goes_on(stop_ids, tokens, remaining):

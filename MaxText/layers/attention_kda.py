@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from kda_decode import kda_decode, reference
 from MaxText.configs.model_config import ModelConfig
 from MaxText.layers import kda_prefill
-from MaxText.layers.linears import linear_weight, matmul, output_weight
+from MaxText.layers.linears import linear_weight, matmul
 from MaxText.layers.normalizations import norm_weight
 from MaxText.weights import Source, Weight, fan_in, uniform
 
@@ -47,12 +47,13 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
   d, h, k, taps = cfg.hidden_size, cfg.kda_num_heads, cfg.kda_head_dim, cfg.kda_conv_kernel_size
   declared = {
     "qkv": Weight(
-      (d, 3, h, k),
-      ("embed", None, "heads", "kv"),
+      # Head by head its q, k and v, so that a device's heads are consecutive columns.
+      (d, h * 3 * k),
+      ("embed", "heads"),
       tuple(Source(f"{n}_proj", (h * k, d)) for n in "qkv"),
       fan_in(d),
-      assemble=lambda *qkv: np.stack([x.T for x in qkv], axis=1),
-      disassemble=lambda w: tuple(w[:, i].reshape(d, h * k).T for i in range(3)),
+      assemble=lambda *qkv: np.stack([x.T.reshape(-1, h, k) for x in qkv], axis=2).reshape(-1, h * 3 * k),
+      disassemble=lambda w: tuple(w.reshape(d, h, 3, k)[:, :, i].reshape(d, h * k).T for i in range(3)),
       formats=("block_fp8",),
     ),
     "conv": Weight(
@@ -64,9 +65,9 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
       disassemble=lambda w: tuple(w[i].reshape(taps, h * k).T[:, None, :] for i in range(3)),
       float32=True,
     ),
-    "f_a": linear_weight(d, (k,), "f_a_proj", ("embed", None)),
-    "f_b": linear_weight(k, (h, k), "f_b_proj", (None, "heads", "kv")),
-    "b": linear_weight(d, (h,), "b_proj", ("embed", "heads")),
+    "f_a": linear_weight(d, k, "f_a_proj", ("embed", None)),
+    "f_b": linear_weight(k, h * k, "f_b_proj", (None, "heads")),
+    "b": linear_weight(d, h, "b_proj", ("embed", "heads")),
     "a_log": Weight(
       (h,),
       ("heads",),
@@ -81,41 +82,56 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
       (h, k), ("heads", "kv"), (Source("dt_bias", (h * k,), suffix=""),), uniform(-6.0, 0.0), float32=True
     ),
     "o_norm": norm_weight(k, "o_norm", float32=True),
-    "o": output_weight((h, k), d, "o_proj", ("heads", "kv", "embed"), ("block_fp8",)),
+    "o": linear_weight(h * k, d, "o_proj", ("heads", "embed"), ("block_fp8",)),
   }
   if cfg.kda_full_rank_gate:
-    declared["g"] = linear_weight(d, (h, k), "g_proj", ("embed", "heads", "kv"), ("block_fp8",))
+    declared["g"] = linear_weight(d, h * k, "g_proj", ("embed", "heads"), ("block_fp8",))
   else:
-    declared["g_a"] = linear_weight(d, (k,), "g_a_proj", ("embed", None))
-    declared["g_b"] = linear_weight(k, (h, k), "g_b_proj", (None, "heads", "kv"))
+    declared["g_a"] = linear_weight(d, k, "g_a_proj", ("embed", None))
+    declared["g_b"] = linear_weight(k, h * k, "g_b_proj", (None, "heads"))
   return declared
 
 
 def _project(cfg: ModelConfig, w: dict, x: jax.Array) -> tuple[jax.Array, ...]:
-  """x [..., D] -> qkv [..., 3, H, K], raw decay [..., H, K], raw beta [..., H], raw gate [..., H, V]."""
+  """x [..., D] -> q, k and v together [..., H, 3, K]; raw decay [..., H, K], beta [..., H] and gate [..., H, V]."""
   gate = matmul(x, w["g"]) if cfg.kda_full_rank_gate else matmul(matmul(x, w["g_a"]), w["g_b"])
-  return matmul(x, w["qkv"]), matmul(matmul(x, w["f_a"]), w["f_b"]), matmul(x, w["b"]), gate
+  decay = matmul(matmul(x, w["f_a"]), w["f_b"])
+
+  def heads(y, *inner):
+    return y.reshape(*x.shape[:-1], -1, *inner, cfg.kda_head_dim)
+
+  return heads(matmul(x, w["qkv"]), 3), heads(decay), matmul(x, w["b"]), heads(gate)
 
 
 def prefill(
-  cfg: ModelConfig, w: dict, x: jax.Array, length: jax.Array, cache: KdaCache, layer: jax.Array | int
+  cfg: ModelConfig,
+  w: dict,
+  x: jax.Array,
+  length: jax.Array,
+  slots: jax.Array,
+  cache: KdaCache,
+  layer: jax.Array | int,
 ) -> tuple[jax.Array, KdaCache]:
-  """A chunk of tokens for every slot.
+  """A chunk of tokens for some slots.
 
   Args:
     w: this layer's weights (`weights`).
-    x: [B, T, D], normed input; B is the cache's number of slots.
-    length: [B] int32, valid tokens of the chunk; those after it are padding and move no state.
+    x: [n, D], normed input: this device's part of the R·T tokens, row by row.
+    length: [R] int32, valid tokens of each row of the chunk; those after it are padding and move no state.
+    slots: [R] int32, each row's slot; one that the cache doesn't have stores nothing.
     cache: the stack's cache; `layer` is this layer's place in it.
 
   Returns:
-    (out [B, T, D], cache).
+    (out [n, D], cache).
   """
-  t = x.shape[1]
-  qkv, decay, beta, gate = _project(cfg, w, x)
+  rows = len(length)
+  x = cfg.parallel.gather_tokens(x)
+  t = len(x) // rows
+  qkv, decay, beta, gate = _project(cfg, w, x.reshape(rows, t, -1))
+  qkv = jnp.moveaxis(qkv, 3, 2)  # as the convolution's history has it
   valid = jnp.arange(t) < length[:, None]
 
-  history = cache.conv[layer]
+  history = cache.conv.at[layer, slots].get(mode="fill", fill_value=0)
   sequence = jnp.concatenate([history, qkv], axis=1)
   taps = cfg.kda_conv_kernel_size
   y = reference.causal_conv([sequence[:, i : i + t] for i in range(taps)], w["conv"])
@@ -124,7 +140,7 @@ def prefill(
   history = jnp.take_along_axis(sequence, last[:, :, None, None, None], axis=1)
 
   y = checkpoint_name(y, "kda_qkv")
-  old = cache.state[layer]
+  old = cache.state.at[layer, slots].get(mode="fill", fill_value=0)
   out, state = kda_prefill.delta_rule(
     reference.l2norm(y[:, :, 0]),
     reference.l2norm(y[:, :, 1]),
@@ -141,8 +157,10 @@ def prefill(
   # Selected, not computed: an idle row keeps its state to the bit, whatever it holds.
   state = jnp.where((length > 0)[:, None, None, None], state.astype(old.dtype), old)
   out = reference.gated_rms_norm(checkpoint_name(out, "kda_read_out"), gate, w["o_norm"], cfg.rms_norm_eps)
-  cache = KdaCache(cache.state.at[layer].set(state), cache.conv.at[layer].set(history))
-  return cfg.parallel.sum_tensor(matmul(out.astype(x.dtype), w["o"], in_dims=2)), cache
+  cache = KdaCache(
+    cache.state.at[layer, slots].set(state, mode="drop"), cache.conv.at[layer, slots].set(history, mode="drop")
+  )
+  return cfg.parallel.sum_tokens(matmul(out.astype(x.dtype).reshape(rows * t, -1), w["o"])), cache
 
 
 def decode(
@@ -159,9 +177,9 @@ def decode(
   """
   qkv, decay, beta, gate = _project(cfg, w, x)
   out, state, conv = kda_decode(
-    qkv[:, 0],
-    qkv[:, 1],
-    qkv[:, 2],
+    qkv[:, :, 0],
+    qkv[:, :, 1],
+    qkv[:, :, 2],
     decay,
     beta,
     gate,
@@ -177,4 +195,4 @@ def decode(
     norm_eps=cfg.rms_norm_eps,
     implementation=cfg.kda_decode_implementation,
   )
-  return cfg.parallel.sum_tensor(matmul(out, w["o"], in_dims=2)), KdaCache(state, conv)
+  return cfg.parallel.sum_tensor(matmul(out.reshape(len(x), -1), w["o"])), KdaCache(state, conv)

@@ -1,97 +1,109 @@
 """Matrix products: plain ones, the grouped one over experts, and the gated MLP."""
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+import quantized_matmul
 from MaxText.configs.model_config import ModelConfig
 from MaxText.layers.activations import gated_activation
-from MaxText.quantization import Quantized, scaled_matmul
+from MaxText.quantization import InStack, Quantized, scaled_matmul
 from MaxText.weights import Source, Weight, fan_in
 
 
 def linear_weight(
-  in_size: int, out_shape: tuple[int, ...], name: str, axes: tuple[str | None, ...], formats: tuple[str, ...] = ()
+  in_size: int, out_size: int, name: str, axes: tuple[str | None, ...], formats: tuple[str, ...] = ()
 ) -> Weight:
-  """Declares a projection [in_size, *out_shape] whose released form is one matrix [prod(out_shape), in_size]."""
-  source = Source(name, (int(np.prod(out_shape)), in_size), packed="mxfp4" in formats)
-  return Weight((in_size, *out_shape), axes, (source,), fan_in(in_size), formats=formats)
+  """Declares a projection [in_size, out_size] whose released form is one matrix [out_size, in_size].
+
+  A matrix has two dimensions, and not one a head: a TPU would copy a stack of them into another layout to use it.
+  """
+  source = Source(name, (out_size, in_size), packed="mxfp4" in formats)
+  return Weight((in_size, out_size), axes, (source,), fan_in(in_size), formats=formats)
 
 
-def output_weight(
-  in_shape: tuple[int, ...], out_size: int, name: str, axes: tuple[str | None, ...], formats: tuple[str, ...] = ()
-) -> Weight:
-  """Declares a projection [*in_shape, out_size] whose released form is one matrix [out_size, prod(in_shape)]."""
-  in_size = int(np.prod(in_shape))
-  source = Source(name, (out_size, in_size))
-  return Weight((*in_shape, out_size), axes, (source,), fan_in(in_size), in_dims=len(in_shape), formats=formats)
-
-
-def matmul(x: jax.Array, w: jax.Array | Quantized, in_dims: int = 1) -> jax.Array:
-  """Contracts the last `in_dims` axes of x with the first of w; float32 accumulation, the result in x's dtype.
+def matmul(x: jax.Array, w: jax.Array | Quantized | InStack) -> jax.Array:
+  """Contracts the last axis of x with the first of w; float32 accumulation, the result in x's dtype.
 
   Args:
-    x: [..., *in].
-    w: [*in, *out], any float dtype, read in x's dtype; or a quantised weight of that shape.
+    x: [..., I].
+    w: [I, O], any float dtype, read in x's dtype; or a quantised weight of that shape.
 
   Returns:
-    [..., *out].
+    [..., O].
   """
-  if isinstance(w, Quantized):
-    out = scaled_matmul(x.reshape(-1, math.prod(w.values.shape[:in_dims])), w, in_dims)
-    return out.reshape(*x.shape[: x.ndim - in_dims], *w.values.shape[in_dims:]).astype(x.dtype)
-  axes = (tuple(range(x.ndim - in_dims, x.ndim)), tuple(range(in_dims)))
-  out = jax.lax.dot_general(x, w.astype(x.dtype), (axes, ((), ())), preferred_element_type=jnp.float32)
-  return out.astype(x.dtype)
+  rows = x.reshape(-1, x.shape[-1])
+  if isinstance(w, InStack):
+    one_group = jnp.full(1, len(rows), jnp.int32)
+    out = quantized_matmul.grouped_matmul(
+      rows, w.stack.values, w.stack.scales, one_group, w.index, out_dtype=x.dtype, implementation=w.implementation
+    )
+  else:
+    out = product(rows, w).astype(x.dtype)
+  return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def product(x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
   """x [M, I] times one matrix [I, O], plain or quantised, in float32 [M, O]."""
   if isinstance(w, Quantized):
-    return scaled_matmul(x, w, 1)
+    return scaled_matmul(x, w)
   return jnp.dot(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def grouped_matmul(
-  x: jax.Array, w: jax.Array | Quantized, group_sizes: jax.Array, first_group: jax.Array | int, implementation: str
+  x: jax.Array,
+  w: jax.Array | Quantized,
+  group_sizes: jax.Array,
+  first_group: jax.Array | int,
+  out_dtype: Any,
+  implementation: str,
 ) -> jax.Array:
   """Multiplies consecutive groups of rows, each by its own matrix.
 
   Args:
-    x: [M, I] rows sorted by group.
+    x: [M, I] rows sorted by group; those beyond the groups' sum belong to none.
     w: [G, I, O] matrices, plain or quantised, of which the E from `first_group` on are meant.
-    group_sizes: [E] int32, rows of each group; they add up to M.
+    group_sizes: [E] int32, rows of each group.
     first_group: index into w of the first group; may be traced, so that a loop over layers passes all layers' experts.
-    implementation: "ragged_dot" (`jax.lax.ragged_dot`, the choice for TPU) or "loop" (one small product at a time, the
-      choice for a CPU, where XLA's ragged_dot multiplies every row by every matrix).
+    implementation: "ragged_dot" (`jax.lax.ragged_dot`, plain weights on a TPU), "pallas" (our kernel, for quantised
+      weights on a TPU; "pallas_interpret" on a CPU) or "loop" (one small product at a time, the choice for a CPU, where
+      XLA's ragged_dot multiplies every row by every matrix).
 
   Returns:
-    [M, O] float32.
+    [M, O] in `out_dtype`, accumulated in float32; rows of no group mean nothing.
 
   Raises:
     ValueError: an unknown implementation, or one that can't take the weight.
   """
+  if implementation in ("pallas", "pallas_interpret"):
+    values, scales = (w.values, w.scales) if isinstance(w, Quantized) else (w, None)
+    return quantized_matmul.grouped_matmul(
+      x, values, scales, group_sizes, first_group, out_dtype=out_dtype, implementation=implementation
+    )
   if implementation == "ragged_dot":
     if isinstance(w, Quantized):
       raise ValueError(
-        f"grouped_matmul: implementation='ragged_dot' takes plain weights, not {type(w).__name__}; use 'loop'"
+        f"grouped_matmul: implementation='ragged_dot' takes plain weights, not {type(w).__name__}; use 'pallas' or "
+        "'loop'"
       )
     sizes = group_sizes
     if w.shape[0] != group_sizes.shape[0]:
       # All other layers' groups are empty. Slicing w instead would copy a layer's experts for every call.
       sizes = jax.lax.dynamic_update_slice(jnp.zeros(w.shape[0], group_sizes.dtype), group_sizes, (first_group,))
-    return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes, preferred_element_type=jnp.float32)
+    return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes, preferred_element_type=jnp.float32).astype(out_dtype)
   if implementation == "loop":
 
     def multiply(rows, group):
       return product(rows, pick(w, first_group + group))
 
-    return for_each_group(multiply, x, group_sizes, (w.values if isinstance(w, Quantized) else w).shape[2])
-  raise ValueError(f"grouped_matmul: implementation={implementation!r} is unknown; choose 'ragged_dot' or 'loop'")
+    outputs = (w.values if isinstance(w, Quantized) else w).shape[2]
+    return for_each_group(multiply, x, group_sizes, outputs).astype(out_dtype)
+  raise ValueError(
+    f"grouped_matmul: implementation={implementation!r} is unknown; choose 'ragged_dot', 'pallas' or 'loop'"
+  )
 
 
 def pick(w: jax.Array | Quantized, index: jax.Array | int) -> jax.Array | Quantized:
@@ -136,24 +148,16 @@ def for_each_group(
 
 
 def mlp_weights(cfg: ModelConfig, size: int, prefix: str = "") -> dict[str, Weight]:
-  """Declares a gated MLP of inner width `size`: wi [D, 2, F] (gate, then up) and wo [F, D]."""
+  """Declares a gated MLP of inner width `size`: wi_0 [D, F] (gate), wi_1 [D, F] (up) and wo [F, D]."""
   d = cfg.hidden_size
   return {
-    "wi": Weight(
-      (d, 2, size),
-      ("embed", None, "mlp"),
-      (Source(f"{prefix}gate_proj", (size, d)), Source(f"{prefix}up_proj", (size, d))),
-      fan_in(d),
-      assemble=lambda gate, up: np.stack([gate.T, up.T], axis=1),
-      disassemble=lambda wi: (wi[:, 0].T, wi[:, 1].T),
-      formats=("block_fp8",),
-    ),
-    "wo": linear_weight(size, (d,), f"{prefix}down_proj", ("mlp", "embed"), ("block_fp8",)),
+    "wi_0": linear_weight(d, size, f"{prefix}gate_proj", ("embed", "mlp"), ("block_fp8",)),
+    "wi_1": linear_weight(d, size, f"{prefix}up_proj", ("embed", "mlp"), ("block_fp8",)),
+    "wo": linear_weight(size, d, f"{prefix}down_proj", ("mlp", "embed"), ("block_fp8",)),
   }
 
 
 def mlp(cfg: ModelConfig, w: dict, x: jax.Array) -> jax.Array:
   """down(act(gate x, up x)); x and the result are [..., D]."""
-  hidden = matmul(x, w["wi"])
-  hidden = gated_activation(cfg, hidden[..., 0, :], hidden[..., 1, :])
+  hidden = gated_activation(cfg, matmul(x, w["wi_0"]), matmul(x, w["wi_1"]))
   return checkpoint_name(matmul(hidden, w["wo"]), "mlp_out")

@@ -4,6 +4,8 @@ Formulas: K3's report; without a latent size (Kimi-Linear) the routed experts re
 N tokens, D hidden, L latent (or D), E experts, k of them a token, F an expert's inner width.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,28 +20,34 @@ from MaxText.layers.linears import (
   matmul,
   mlp,
   mlp_weights,
-  output_weight,
   pick,
   product,
 )
 from MaxText.layers.normalizations import norm_weight, rms_norm
 from MaxText.weights import Source, Weight, constant, fan_in
 
-GROUPED_MATMULS = ("ragged_dot", "loop", "dense")
+GROUPED_MATMULS = ("ragged_dot", "pallas", "pallas_interpret", "loop", "dense")
+
+# Most tokens that go through the experts at a time, and most rows (token, expert) of them: what a chunk needs beyond
+# its streams is bounded by these, not by its length.
+_TOKENS = 8192
+_ROWS = 4096
 
 
 def weights(cfg: ModelConfig) -> dict[str, Weight | dict[str, Weight]]:
   """Declares what a MoE layer has once; `expert_weights` declares one expert."""
   d, e = cfg.hidden_size, cfg.num_experts
   declared: dict[str, Weight | dict[str, Weight]] = {
-    "router": linear_weight(d, (e,), "gate", ("embed", None)),
+    "router": linear_weight(d, e, "gate", ("embed", None)),
     "bias": Weight(
       (e,), (None,), (Source("gate.e_score_correction_bias", (e,), suffix=""),), constant(0.0), float32=True
     ),
   }
   if cfg.latent_size:
-    declared["down"] = linear_weight(d, (cfg.latent_size,), "routed_expert_down_proj", ("embed", None), ("block_fp8",))
-    declared["up"] = output_weight((cfg.latent_size,), d, "routed_expert_up_proj", (None, "embed"), ("block_fp8",))
+    axis = "latent" if cfg.parallel.shards_latents else None
+    size = cfg.latent_size
+    declared["down"] = linear_weight(d, size, "routed_expert_down_proj", ("embed", axis), ("block_fp8",))
+    declared["up"] = linear_weight(size, d, "routed_expert_up_proj", (axis, "embed"), ("block_fp8",))
     if cfg.latent_norm:
       declared["norm"] = norm_weight(cfg.latent_size, "routed_expert_norm")
   if cfg.num_shared_experts:
@@ -63,7 +71,7 @@ def expert_weights(cfg: ModelConfig) -> dict[str, Weight]:
       disassemble=lambda wi: (wi[:, :f].T, wi[:, f:].T),
       formats=("block_fp8", "mxfp4"),
     ),
-    "wo": linear_weight(f, (latent,), "w2", (None, None), ("block_fp8", "mxfp4")),
+    "wo": linear_weight(f, latent, "w2", (None, None), ("block_fp8", "mxfp4")),
   }
 
 
@@ -120,17 +128,21 @@ def routed_experts(
   mine = (chosen >= 0) & (chosen < here)
   # Flat over layers, so that a loop over layers takes a group's matrix from the whole stack and copies none.
   w = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), w)
-  loop = cfg.grouped_matmul_implementation == "loop"
+  implementation = cfg.grouped_matmul_implementation
 
   def activate(hidden):
-    hidden = hidden.astype(z.dtype)
     return gated_activation(cfg, hidden[:, :f], hidden[:, f:])
 
   def expert(rows, group):
     index = layer * here + group
-    return product(activate(product(rows, pick(w["wi"], index))), pick(w["wo"], index))
+    return product(activate(product(rows, pick(w["wi"], index)).astype(z.dtype)), pick(w["wo"], index))
 
-  if loop and n == 1:
+  def in_groups(rows, group_sizes):
+    first = layer * here
+    hidden = grouped_matmul(rows, w["wi"], group_sizes, first, z.dtype, implementation)
+    return grouped_matmul(activate(hidden), w["wo"], group_sizes, first, jnp.float32, implementation)
+
+  if implementation == "loop" and n == 1:
     # One token's experts all differ: there is nothing to sort.
     out = jax.lax.map(lambda group: expert(z, group)[0], jnp.clip(chosen, 0, here - 1))
   else:
@@ -138,16 +150,56 @@ def routed_experts(
     chosen = jnp.where(mine, chosen, here)
     order = jnp.argsort(chosen, stable=True)
     group_sizes = jnp.bincount(chosen, length=here + 1)[:here]
+    if implementation != "loop" and n * k > _ROWS:
+      return _in_row_blocks(in_groups, z, order, group_sizes, expert_scales)
     rows = z[order // k]
-    if loop:
+    if implementation == "loop":
       out = for_each_group(expert, rows, group_sizes, z.shape[1])
     else:
-      sizes_from = (group_sizes, layer * here, cfg.grouped_matmul_implementation)
-      out = grouped_matmul(activate(grouped_matmul(rows, w["wi"], *sizes_from)), w["wo"], *sizes_from)
+      out = in_groups(rows, group_sizes)
     # Back in the tokens' order, so that a token's sum is taken in the same order whatever else is in the batch.
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
   out = jnp.where(mine[:, None], out, 0).reshape(n, k, -1)
   return jnp.sum(out * expert_scales[..., None], axis=1)
+
+
+def _in_row_blocks(
+  in_groups: Callable[[jax.Array, jax.Array], jax.Array],
+  z: jax.Array,
+  order: jax.Array,
+  group_sizes: jax.Array,
+  expert_scales: jax.Array,
+) -> jax.Array:
+  """`_ROWS` sorted rows at a time, as many blocks as there are rows for this device: none is dropped, none is idle.
+
+  In the worst case a device is every token's every expert, so arrays of all rows would be tens of times too large. A
+  token's sum is taken in the order of its experts.
+
+  Args:
+    in_groups: (rows [_ROWS, L], group sizes [e]) -> [_ROWS, L] float32.
+    z: [N, L].
+    order: [N·k] int32, rows sorted by expert; row r is token r // k.
+    group_sizes: [e] int32.
+    expert_scales: [N, k] float32.
+
+  Returns:
+    [N, L] float32.
+  """
+  k = expert_scales.shape[1]
+  scales = expert_scales.reshape(-1)
+  order = jnp.pad(order, (0, _ROWS))
+  ends = jnp.cumsum(group_sizes)
+  starts = ends - group_sizes
+
+  def body(i, y):
+    first = i * _ROWS
+    rows = jax.lax.dynamic_slice_in_dim(order, first, _ROWS)
+    sizes = jnp.clip(ends - first, 0, _ROWS) - jnp.clip(starts - first, 0, _ROWS)
+    out = in_groups(z[rows // k], sizes)
+    live = jnp.arange(_ROWS) < ends[-1] - first
+    return y.at[rows // k].add(jnp.where(live[:, None], out * scales[rows][:, None], 0))
+
+  return jax.lax.fori_loop(0, -(-ends[-1] // _ROWS), body, jnp.zeros(z.shape, jnp.float32))
 
 
 def _dense_experts(cfg, w, z, experts, expert_scales, layer) -> jax.Array:
@@ -157,43 +209,67 @@ def _dense_experts(cfg, w, z, experts, expert_scales, layer) -> jax.Array:
   scales = jnp.sum(jax.nn.one_hot(experts, cfg.num_experts) * expert_scales[..., None], axis=1)
   # Two plain products over all experts side by side: several times faster here than one product an expert, most of
   # all backwards. The scale moves before the second product, which is linear.
-  hidden = matmul(z, jnp.moveaxis(wi, 0, 1))
-  hidden = hidden.reshape(*hidden.shape[:2], 2, -1)
+  hidden = matmul(z, jnp.moveaxis(wi, 0, 1).reshape(latent, -1)).reshape(len(z), cfg.num_experts, 2, -1)
   hidden = gated_activation(cfg, hidden[:, :, 0], hidden[:, :, 1]).astype(jnp.float32) * scales[..., None]
   return jnp.dot(hidden.reshape(len(z), -1), wo.reshape(-1, latent).astype(jnp.float32))
 
 
-def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, layer: jax.Array | int) -> jax.Array:
+def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Array, layer: jax.Array | int) -> jax.Array:
   """The layer: routed experts in the latent space, norm, up-projection, plus the shared expert.
 
-  On many devices the partial sums meet before the norm, which isn't linear: the latents of the routed experts (over
-  all devices) and the shared expert's output (over a tensor group) as one collective where both go the same way.
+  On many devices the partial sums meet before the norm, which isn't linear. With the latent projections whole on every
+  device and all tokens on each, that is one collective: the latents of the routed experts (over all devices) and the
+  shared expert's output (over a tensor group) travel together.
 
   Args:
     w: this layer's weights (`weights`).
     experts: all layers' experts; see `routed_experts`.
-    x: [..., D], normed input.
+    x: [n, D], normed input, this device's tokens.
+    valid: [n] bool; other tokens are padding: no expert computes them, and their result means nothing.
     layer: this layer's place among `experts`.
 
   Returns:
-    [..., D].
+    [n, D].
   """
+  n = len(x)
+  parts = -(-n * cfg.parallel.token_ways // _TOKENS)
+  if parts == 1:
+    return _moe(cfg, w, experts, x, valid, layer)
+  padding = -n % parts
+  x, valid = jnp.pad(x, ((0, padding), (0, 0))), jnp.pad(valid, (0, padding))
+  each = (x.reshape(parts, -1, x.shape[1]), valid.reshape(parts, -1))
+  return jax.lax.map(lambda part: _moe(cfg, w, experts, *part, layer), each).reshape(x.shape)[:n]
+
+
+def _moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Array, layer: jax.Array | int) -> jax.Array:
   parallel = cfg.parallel
-  tokens = x.reshape(-1, x.shape[-1])
-  chosen, scales = route(cfg, w, tokens)
-  z = matmul(tokens, w["down"]) if cfg.latent_size else tokens
-  z, chosen, scales = parallel.gather_batch((z, chosen, scales))
-  y = routed_experts(cfg, experts, z, chosen, scales, layer)
-  shared = mlp(cfg, w["shared"], tokens) if cfg.num_shared_experts else None
-  if parallel.splits_batch:
-    y, shared = parallel.own_batch(parallel.sum_devices(y)), parallel.sum_tensor(shared)
+  chosen, scales = route(cfg, w, x)
+  chosen = jnp.where(valid[:, None], chosen, cfg.num_experts)
+  every = parallel.gather_tokens(x)
+  sharded = bool(cfg.latent_size) and parallel.shards_latents
+  z = x
+  if sharded:
+    z = parallel.whole_rows(matmul(every, w["down"]))
+  elif cfg.latent_size:
+    z = matmul(x, w["down"])
+  y = routed_experts(cfg, experts, *parallel.gather_for_experts((z, chosen, scales)), layer)
+  shared = mlp(cfg, w["shared"], every) if cfg.num_shared_experts else None
+
+  if sharded:
+    y = _latent_norm(cfg, w, parallel.sum_experts(y).astype(x.dtype))
+    partial = matmul(parallel.own_columns(y), w["up"])
+    return parallel.sum_tokens(partial if shared is None else partial + shared)
+  if parallel.splits_batch or parallel.splits_tokens:
+    y = parallel.sum_experts(y)
+    shared = None if shared is None else parallel.sum_tokens(shared)
   else:
-    y, shared = parallel.sum_devices((y, parallel.once_a_tensor_group(shared)))
-  y = checkpoint_name(y, "moe_latent").astype(x.dtype)
+    y, shared = parallel.sum_devices((y, None if shared is None else parallel.once_a_tensor_group(shared)))
+  y = y.astype(x.dtype)
   if cfg.latent_size:
-    if cfg.latent_norm:
-      y = checkpoint_name(rms_norm(y, w["norm"], cfg.rms_norm_eps), "moe_latent_normed")
-    y = matmul(y, w["up"])
-  if shared is not None:
-    y = y + shared
-  return y.reshape(x.shape)
+    y = matmul(_latent_norm(cfg, w, y), w["up"])
+  return y if shared is None else y + shared
+
+
+def _latent_norm(cfg: ModelConfig, w: dict, y: jax.Array) -> jax.Array:
+  y = checkpoint_name(y, "moe_latent")
+  return checkpoint_name(rms_norm(y, w["norm"], cfg.rms_norm_eps), "moe_latent_normed") if cfg.latent_norm else y

@@ -5,6 +5,7 @@ program holds one KDA body and one MLA body, whatever the depth: a loop over MLA
 KDA layers before each. Unrolled (`scan_layers=false`) the same functions are called layer by layer.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from MaxText.layers import attention_kda, attention_mla, attention_residuals, mo
 from MaxText.layers.attention_residuals import Residual
 from MaxText.layers.linears import mlp, mlp_weights
 from MaxText.layers.normalizations import norm_weight, rms_norm
+from MaxText.quantization import InStack, Quantized
 from MaxText.weights import Source, Stack, Weight, fan_in
 
 _ATTENTION_WEIGHTS = {"kda": attention_kda.weights, "mla": attention_mla.weights}
@@ -87,6 +89,7 @@ def _apply_layer(
   cache: Any,
   layer: int | jax.Array,
   index: int | jax.Array,
+  valid: jax.Array,
   attend: Attend,
 ) -> tuple[Residual, Any]:
   """One layer: `layer` is its number in the model, `index` its place in its stack; either may be traced."""
@@ -98,9 +101,9 @@ def _apply_layer(
   h = attention_residuals.feed_forward_input(cfg, w["mlp_res"], residual, layer)
   x = rms_norm(h, w["post_attention_norm"], cfg.rms_norm_eps)
   if experts is None:
-    out = cfg.parallel.sum_tensor(mlp(cfg, w["mlp"], x))
+    out = cfg.parallel.sum_tokens(mlp(cfg, w["mlp"], cfg.parallel.gather_tokens(x)))
   else:
-    out = moe.moe(cfg, w["moe"], experts, x, index)
+    out = moe.moe(cfg, w["moe"], experts, x, valid, index)
   residual = attention_residuals.add_feed_forward(residual, checkpoint_name(out, "feed_forward_out"))
   return residual._replace(stream=checkpoint_name(residual.stream, "layer_out")), cache
 
@@ -111,14 +114,25 @@ def _split_experts(stack: Params) -> tuple[Params, Params | None]:
 
 
 def _apply_layers(
-  cfg: ModelConfig, params: Params, residual: Residual, cache: DecodeCache, attend: Attend
+  cfg: ModelConfig, params: Params, residual: Residual, cache: DecodeCache, valid: jax.Array, attend: Attend
 ) -> tuple[Residual, DecodeCache]:
-  """All layers, rolled or unrolled by the configuration."""
+  """All layers, rolled or unrolled by the configuration.
+
+  Args:
+    valid: [n] bool, which of this device's tokens aren't padding.
+  """
+  in_place = cfg.quantized_matmul_implementation
+
+  def take(a, index):
+    if isinstance(a, Quantized) and in_place:
+      return InStack(a, jnp.asarray(index, jnp.int32), in_place)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), a)
 
   def one(part: str, residual, part_cache, layer, index):
     stack, experts = _split_experts(params[part])
-    w = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), stack)
-    return _apply_layer(cfg, part.removeprefix("leading_"), w, experts, residual, part_cache, layer, index, attend)
+    w = jax.tree.map(lambda a: take(a, index), stack, is_leaf=lambda a: isinstance(a, Quantized))
+    kind = part.removeprefix("leading_")
+    return _apply_layer(cfg, kind, w, experts, residual, part_cache, layer, index, valid, attend)
 
   caches = cache._asdict()
 
@@ -167,20 +181,29 @@ def _apply_layers(
 
 
 def _embed(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-  """[...] ids -> [..., D]; a device holds a part of the vocabulary."""
+  """[N] ids of a data group -> [n, D]; a device holds a part of the vocabulary."""
   table = params["embed"]
   if cfg.parallel.tensor == 1:
     return table[tokens].astype(cfg.dtype)
   row = tokens - cfg.parallel.tensor_index() * table.shape[0]
   mine = (row >= 0) & (row < table.shape[0])
   rows = table[jnp.where(mine, row, 0)].astype(cfg.dtype)
-  return cfg.parallel.sum_tensor(jnp.where(mine[..., None], rows, 0))
+  return cfg.parallel.sum_tokens(jnp.where(mine[:, None], rows, 0))
 
 
-def _hidden_to_logits(cfg: ModelConfig, params: Params, residual: Residual) -> jax.Array:
-  """[..., D] streams -> [..., V] float32 logits."""
+def _last_of_rows(cfg: ModelConfig, residual: Residual, index: jax.Array) -> Residual:
+  """The residual of tokens `index` [R] of a data group, on every device."""
+  return Residual(*cfg.parallel.pick_tokens(tuple(residual), index, (0, 1)))
+
+
+def _normed_output(cfg: ModelConfig, params: Params, residual: Residual) -> jax.Array:
+  """[..., D] streams -> [..., D], what the head multiplies."""
   h = checkpoint_name(attention_residuals.output(cfg, params["output_res"], residual), "output_mix")
-  x = rms_norm(h, params["norm"], cfg.rms_norm_eps)
+  return rms_norm(h, params["norm"], cfg.rms_norm_eps)
+
+
+def _logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+  """[N, D], the same on every device of a tensor group -> [N, V] float32."""
   logits = jnp.dot(x, params["lm_head"].astype(x.dtype), preferred_element_type=jnp.float32)
   return cfg.parallel.gather_tensor(logits, axis=-1)
 
@@ -190,37 +213,50 @@ def prefill(
   params: Params,
   tokens: jax.Array,
   length: jax.Array,
+  slots: jax.Array,
   cache: DecodeCache,
   all_logits: bool = False,
 ) -> tuple[jax.Array, DecodeCache]:
-  """A chunk of tokens for every slot of a cache, continuing where each slot is.
+  """A chunk of tokens for some slots of a cache, continuing where each slot is.
+
+  In a tensor group each device holds an equal part of the tokens between sublayers: AttnRes reads up to nine streams
+  twice a layer, and their bytes are the larger part of what a chunk moves.
 
   Args:
     params: arrays in the shape of `weight_tree`.
-    tokens: [B, T] int32, B the cache's slots; any T.
-    length: [B] int32 in [0, T], valid tokens of each row. Padding moves no state; a row of length 0 is left as it is.
+    tokens: [R, T] int32; any R and T.
+    length: [R] int32 in [0, T], valid tokens of each row. Padding moves no state; a row of length 0 is left as it is.
+    slots: [R] int32, each row's slot, all different; a row of length 0 may name one that the cache doesn't have.
     cache: a `DecodeCache` with room for the tokens (the caller checks: positions out of range are dropped).
     all_logits: whether to return logits of all positions, or of each row's last valid one.
 
   Returns:
-    (logits [B, T, V] or [B, V], float32; cache).
+    (logits [R, T, V] or [R, V], float32; cache).
   """
+  cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sequence=True))
+  rows, t = tokens.shape
+  tokens = jnp.pad(tokens, ((0, 0), (0, -t % cfg.parallel.tensor)))
+  padded = tokens.shape[1]
+  valid = cfg.parallel.own_tokens((jnp.arange(padded) < length[:, None]).reshape(-1))
+  # A negative index would count from the end.
+  slots = jnp.where(slots >= 0, slots, cache.lengths.shape[0])
+  start = cache.lengths.at[slots].get(mode="fill", fill_value=0)
 
   def attend(kind, w, x, layer_cache, index):
     if kind == "kda":
-      return attention_kda.prefill(cfg, w, x, length, layer_cache, index)
-    return attention_mla.prefill(cfg, w, x, cache.lengths, length, layer_cache, index)
+      return attention_kda.prefill(cfg, w, x, length, slots, layer_cache, index)
+    return attention_mla.prefill(cfg, w, x, start, length, slots, layer_cache, index)
 
   with jax.default_matmul_precision(cfg.matmul_precision):
-    residual = attention_residuals.start(cfg, _embed(cfg, params, tokens))
-    residual, new = _apply_layers(cfg, params, residual, cache, attend)
-    if not all_logits:
-      last = jnp.maximum(length - 1, 0)
-      residual = Residual(
-        jnp.take_along_axis(residual.stream, last[:, None, None], axis=1)[:, 0],
-        jnp.take_along_axis(residual.blocks, last[None, :, None, None], axis=2)[:, :, 0],
-      )
-    return _hidden_to_logits(cfg, params, residual), new._replace(lengths=cache.lengths + length)
+    residual = attention_residuals.start(cfg, _embed(cfg, params, tokens.reshape(-1)))
+    residual, new = _apply_layers(cfg, params, residual, cache, valid, attend)
+    if all_logits:
+      x = cfg.parallel.gather_tokens(_normed_output(cfg, params, residual))
+      logits = _logits(cfg, params, x).reshape(rows, padded, -1)[:, :t]
+    else:
+      last = jnp.arange(rows) * padded + jnp.maximum(length - 1, 0)
+      logits = _logits(cfg, params, _normed_output(cfg, params, _last_of_rows(cfg, residual, last)))
+  return logits, new._replace(lengths=cache.lengths.at[slots].add(length, mode="drop"))
 
 
 def decode_step(
@@ -245,6 +281,6 @@ def decode_step(
 
   with jax.default_matmul_precision(cfg.matmul_precision):
     residual = attention_residuals.start(cfg, _embed(cfg, params, tokens))
-    residual, new = _apply_layers(cfg, params, residual, cache, attend)
-    logits = _hidden_to_logits(cfg, params, residual)
+    residual, new = _apply_layers(cfg, params, residual, cache, active, attend)
+    logits = _logits(cfg, params, _normed_output(cfg, params, residual))
   return logits, new._replace(lengths=cache.lengths + active.astype(jnp.int32))
