@@ -10,4 +10,5 @@ if _LIBTPU_ARGS not in os.environ.get("LIBTPU_INIT_ARGS", ""):
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_WORKER_ID", "0")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "tpu7x-8")  # of a host that isn't there; without it libtpu complains
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile at once

@@ -1,5 +1,6 @@
 """Compiles the engine's programs for a described TPU slice, on a machine without one."""
 
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from jaxlib import _hlo
 from maxtext.utils import accelerator_to_spec_map
 from tokamax import config as tokamax_config
 
@@ -31,6 +33,19 @@ class Compiled:
   memory: Any
   hlo: str
   seconds: float
+
+
+class OutOfMemoryError(Exception):
+  """The compiler found no room on a device. Its text is the compiler's first line.
+
+  Attributes:
+    needed: GiB that the program would take beyond what the compiler could place, as it says; None where it doesn't.
+  """
+
+  def __init__(self, message: str):
+    super().__init__(message)
+    found = re.search(r"\(([\d.]+)G\) exceeds", message)
+    self.needed = float(found[1]) if found else None
 
 
 def slice_mesh(config: Any) -> Mesh:
@@ -83,9 +98,26 @@ def abstract_engine(config: Any) -> Engine:
 
 
 def compile_lowered(mesh: Mesh, lower: Any) -> Compiled:
-  """Calls `lower()` (of `Engine.lower_prefill` or `lower_generate`) and compiles what it gives."""
+  """Calls `lower()` (of `Engine.lower_prefill` or `lower_generate`) and compiles what it gives.
+
+  Raises:
+    OutOfMemoryError: the program takes more memory than a device has.
+  """
   started = time.perf_counter()
   # tokamax would ask the default device what it may do: here it is told to lower for the mesh's.
   with tokamax_config.cross_compile(True), jax.set_mesh(mesh):
-    compiled = lower().compile()
-  return Compiled(compiled.memory_analysis(), compiled.as_text(), time.perf_counter() - started)
+    try:
+      compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      raise OutOfMemoryError(str(error).splitlines()[0]) from error
+  return Compiled(compiled.memory_analysis(), _text(compiled), time.perf_counter() - started)
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+  """The optimised program with the values of its tables, which loops take their bounds from; `as_text` leaves out all
+  but the smallest."""
+  options = _hlo.HloPrintOptions()
+  options.print_large_constants = True
+  return compiled.runtime_executable().hlo_modules()[0].to_string(options)
