@@ -73,6 +73,14 @@ class K3Config(MaxTextConfig):
   latent_projections: Literal["replicated", "sharded"] = Field(
     "replicated", description="The projections around the routed experts: whole on every device, or split over tensor."
   )
+  # Planning (plan.py)
+  plan_phases: Literal["both", "decode", "prefill", "none"] = Field(
+    "both", description="Programs that plan.py compiles; none: arithmetic only, at once."
+  )
+  plan_slots: int = Field(0, description="Sequences to plan for; 0: per_device_batch_size times the devices.", ge=0)
+  plan_prefill_rows: int = Field(0, description="Sequences that are prefilled at a time; 0: as decode.py does.", ge=0)
+  plan_search: bool = Field(False, description="Find the largest prefill chunk and context together, by compiling.")
+  plan_search_compiles: int = Field(6, description="Compiles that plan_search may take, minutes each.", gt=0)
   # Decoding
   prompt_file: str = Field("", description="A file with one prompt a line, decoded as one batch.")
   prefill_chunk_size: int = Field(512, description="Tokens of a prompt that are prefilled at a time.", gt=0)
