@@ -34,6 +34,13 @@ class Compiled:
   hlo: str
   seconds: float
 
+  @property
+  def nbytes(self) -> int:
+    """Bytes a device while it runs: arguments, results that are not written over them, temporaries, code."""
+    m = self.memory
+    results = m.output_size_in_bytes - m.alias_size_in_bytes
+    return m.argument_size_in_bytes + results + m.temp_size_in_bytes + m.generated_code_size_in_bytes
+
 
 class OutOfMemoryError(Exception):
   """The compiler found no room on a device. Its text is the compiler's first line.
@@ -84,7 +91,7 @@ def abstract_engine(config: Any) -> Engine:
   params = jax.tree.map(
     lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
     weights.abstract(tree, cfg.storage),
-    weights.shardings(tree, mesh, config.logical_axis_rules, cfg.storage),
+    weights.formats(weights.shardings(tree, mesh, config.logical_axis_rules, cfg.storage)),
   )
   return Engine(
     cfg,
