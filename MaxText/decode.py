@@ -1,6 +1,7 @@
 """`python MaxText/decode.py CONFIG.yml prompt="…" [key=value …]`: decodes as MaxText's decode.py does, with Kimi K3.
 
-Text goes to stdout as it comes, then MaxText's closing line a prompt; what is told of the run goes to stderr.
+Text goes to stdout as it comes, then MaxText's closing line a prompt; what is told of the run goes to stderr. Started
+as several processes (docs/many_devices.md) each decodes its part, and the first one prints.
 """
 
 import os
@@ -20,15 +21,12 @@ import numpy as np
 
 from MaxText.configs.k3_config import initialize
 from MaxText.configs.resolve import describe_implementations, model_config
+from MaxText.distributed import fetch, wait_for_all
 from MaxText.errors import UserError, exit_on_user_error
 from MaxText.inference.chat import ResponseStream, render_chat
 from MaxText.inference.engine import NO_TOKEN, Engine, check_fits, checkpoint_directory, load_engine
 from MaxText.inference.tokenizer import K3Tokenizer, StreamDecoder
-
-
-def say(line: str) -> None:
-  """Tells something of the run, apart from the text itself."""
-  print(line, file=sys.stderr, flush=True)
+from MaxText.progress import say
 
 
 def load_tokenizer(config: Any) -> K3Tokenizer:
@@ -151,6 +149,7 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
 
   started = time.perf_counter()
   engine.compile(slots, max_length, max(map(len, prompts)))
+  wait_for_all("compiled")
   say(f"compiled in {time.perf_counter() - started:.1f} s")
 
   alone = len(prompts) == 1
@@ -166,11 +165,11 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
     started = time.perf_counter()
     logits, cache = engine.prefill(prompts, engine.init_cache(slots, max_length))
     state = engine.start(logits, cache, remaining, seeds)
-    show(np.asarray(state.tokens))
+    show(fetch(state.tokens))
     prefilled = time.perf_counter()
-    while np.any(state.active):
+    while np.any(fetch(state.active)):
       tokens, state = engine.generate(state)
-      for row in np.asarray(tokens):
+      for row in fetch(tokens):
         show(row)
     ended = time.perf_counter()
   for output in outputs:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines in a log."""
+"""What is told of a run apart from its output, on stderr; of several processes the first one speaks."""
 
 import sys
 import time
@@ -6,11 +6,22 @@ from collections.abc import Iterable, Iterator
 
 from tqdm import tqdm
 
+from MaxText import distributed
+
 _LOG_SECONDS = 15.0
 
 
+def say(line: str) -> None:
+  """Tells something of the run."""
+  if distributed.is_first():
+    print(line, file=sys.stderr, flush=True)
+
+
 def progress[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
-  """Yields `items`, showing how many of `total` are done on stderr. Work of a moment shows nothing in a log."""
+  """Yields `items`, showing how many of `total` are done. Work of a moment shows nothing in a log."""
+  if not distributed.is_first():
+    yield from items
+    return
   if sys.stderr.isatty():
     yield from tqdm(items, total=total, desc=what, leave=False, delay=0.5)
     return
@@ -18,5 +29,5 @@ def progress[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
   for done, item in enumerate(items):
     if time.monotonic() - last > _LOG_SECONDS:
       last = time.monotonic()
-      print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+      say(f"{what}: {done} of {total}")
     yield item

@@ -1,7 +1,8 @@
 """`python MaxText/score.py CONFIG.yml score_tokens=IN.npy score_output=OUT.npz [key=value …]`: logits of given tokens.
 
 This is how to check a port: the same token ids through prefill, through decode steps or in chunks (`score_mode`), as
-float32 `logits` [B, T, V] in an .npz, and the perplexity on the terminal.
+float32 `logits` [B, T, V] in an .npz, and the perplexity on the terminal. It runs on any mesh and in any number of
+processes (docs/many_devices.md), of which the first writes and prints.
 """
 
 import os
@@ -13,7 +14,6 @@ if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpat
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,10 +22,12 @@ import numpy as np
 
 from MaxText.configs.k3_config import initialize
 from MaxText.configs.resolve import describe_implementations
+from MaxText.distributed import fetch, is_first, wait_for_all
 from MaxText.errors import UserError, exit_on_user_error
+from MaxText.inference.cache import cache_specs
 from MaxText.inference.engine import Engine, load_engine
 from MaxText.models import kimi_k3
-from MaxText.progress import progress
+from MaxText.progress import progress, say
 
 _DECODE_STEPS = 64  # tokens scored in one dispatch of decode steps
 
@@ -75,27 +77,38 @@ def score(config: Any, engine: Engine, tokens: np.ndarray) -> np.ndarray:
   """
   batch, length = tokens.shape
   cfg = engine.cfg
+  groups = cfg.parallel.data if cfg.parallel.splits_batch else 1
+  padded = np.pad(tokens, ((0, -batch % groups), (0, 0)))  # every data group scores as many rows
 
-  @partial(jax.jit, donate_argnums=(2,))
   def prefill(params, ids, cache):
-    length = jnp.full(batch, ids.shape[1], jnp.int32)
-    return kimi_k3.prefill(cfg, params, ids, length, jnp.arange(batch), cache, all_logits=True)
+    rows, count = ids.shape
+    lengths = jnp.full(rows, count, jnp.int32)
+    return kimi_k3.prefill(cfg, params, ids, lengths, jnp.arange(rows), cache, all_logits=True)
 
-  @partial(jax.jit, donate_argnums=(2,))
   def decode(params, ids, cache):
     def step(cache, column):
-      logits, cache = kimi_k3.decode_step(cfg, params, column, jnp.ones(batch, bool), cache)
+      logits, cache = kimi_k3.decode_step(cfg, params, column, jnp.ones(column.shape, bool), cache)
       return cache, logits
 
     cache, logits = jax.lax.scan(step, cache, ids.T)
     return jnp.moveaxis(logits, 0, 1), cache
 
-  run = decode if config.score_mode == "decode" else prefill
-  cache = engine.init_cache(batch, length)
+  specs = cache_specs(cfg)
+  run = engine.program(
+    decode if config.score_mode == "decode" else prefill,
+    (engine.weight_specs, engine.row_spec, specs),
+    (engine.row_spec, specs),
+    donate=(2,),
+  )
+  cache = engine.init_cache(len(padded), length)
+  parts = [(start, engine.place_rows(padded[:, start : start + size])) for start, size in chunks(config, length)]
+  sizes = {ids.shape: ids for _, ids in parts}
+  compiled = {shape: run.lower(engine.params, ids, cache).compile() for shape, ids in sizes.items()}
+  wait_for_all("compiled")
   logits = np.empty((batch, length, cfg.vocab_size), np.float32)
-  parts = list(chunks(config, length))
-  for start, size in progress(parts, len(parts), "scoring"):
-    logits[:, start : start + size], cache = run(engine.params, jnp.asarray(tokens[:, start : start + size]), cache)
+  for start, ids in progress(parts, len(parts), "scoring"):
+    part, cache = compiled[ids.shape](engine.params, ids, cache)
+    logits[:, start : start + ids.shape[1]] = fetch(part)[:batch]
   return logits
 
 
@@ -117,9 +130,11 @@ def main(argv: Sequence[str]) -> None:
   if not output.endswith(".npz"):
     raise UserError(f"score_output={output!r}: name a file that ends in .npz")
   engine = load_engine(config, (), tokens.shape[0], tokens.shape[1])
-  print(describe_implementations(engine.cfg), file=sys.stderr)
+  say(describe_implementations(engine.cfg))
   started = time.perf_counter()
   logits = score(config, engine, tokens)
+  if not is_first():
+    return
   try:
     np.savez(output, logits=logits)
   except OSError as error:

@@ -1,11 +1,11 @@
 """`K3Config`: MaxText's configuration with K3's fields, read the way MaxText reads its own."""
 
+import contextlib
 import difflib
 import glob
 import logging
 import os
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ from maxtext.configs import pyconfig
 from maxtext.configs.types import MaxTextConfig
 from pydantic import Field, model_validator
 
+from MaxText import distributed
 from MaxText.configs import hf_config as released
 from MaxText.errors import UserError
 from MaxText.layers import activations, kda_prefill, moe
+from MaxText.progress import say
 
 CONFIG_DIR = os.path.join(os.path.dirname(__file__), "models")
 
@@ -278,7 +280,7 @@ def _from_release(path: str, given: dict[str, str]) -> dict[str, Any]:
         "leave one of them out"
       )
   if unknown:
-    print(f"{released.resolve_path(path)}: fields unknown here, not used: {', '.join(unknown)}", file=sys.stderr)
+    say(f"{released.resolve_path(path)}: fields unknown here, not used: {', '.join(unknown)}")
   return values
 
 
@@ -291,6 +293,29 @@ def _in_yml(path: str, key: str) -> Any:
   return _in_yml(base, key) if os.path.isfile(base) else None
 
 
+def _join_processes(argv: Sequence[str]) -> None:
+  """Joins this run's other processes, by MaxText's keys for it; before mistakes in any others, which all then share."""
+  given = {key: value for key, _, value in (argument.partition("=") for argument in argv)}
+  if given.get("compile_topology"):
+    return
+
+  def setting(key: str, default: Any) -> Any:
+    if key in given:
+      return _parse(key, given[key])
+    with contextlib.suppress(UserError, OSError, yaml.YAMLError):  # each is reported when its turn comes
+      if len(argv) > 1 and (value := _in_yml(find_config(argv[1]), key)) is not None:
+        return value
+    return default
+
+  tpu = _has_tpu() and setting("hardware", "tpu") == "tpu"
+  if not tpu and not jax.config.jax_platforms:
+    jax.config.update("jax_platforms", "cpu")
+  skip = setting("skip_jax_distributed_system", None)
+  if skip is not True:
+    timeout = setting("jax_distributed_initialization_timeout", 300)
+    distributed.initialize(tpu, asked=skip is False, timeout=timeout if isinstance(timeout, int) else 300)
+
+
 def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
   """Reads a configuration: `argv` = [program, yml, key=value…], as MaxText's own programs take it.
 
@@ -300,6 +325,7 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
   Raises:
     UserError: no yml, an unknown key, a value of the wrong type, fields that contradict each other.
   """
+  _join_processes(argv)
   if len(argv) < 2 or not argv[1].endswith(".yml"):
     raise UserError(f"usage: {os.path.basename(argv[0]) if argv else 'program'} CONFIG.yml [key=value …]")
   path = find_config(argv[1])
@@ -310,10 +336,9 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
     _parse(key, value)
   # Values of ours that depend on this host; what a person says wins.
   defaults: dict[str, Any] = {"base_output_directory": "maxtext_output", "log_config": False}
-  if not _has_tpu() and "hardware" not in given:
-    if not jax.config.jax_platforms:
-      jax.config.update("jax_platforms", "cpu")
-    defaults |= {"hardware": "cpu", "skip_jax_distributed_system": True}
+  defaults["skip_jax_distributed_system"] = True  # `_join_processes` has done it
+  if not _has_tpu():
+    defaults["hardware"] = "cpu"
   if "compile_topology" in given:
     defaults["compile_topology_num_slices"] = 1
   extra = {k: v for k, v in defaults.items() if k not in given}

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kda_decode import pool_format
-from MaxText import checkpoint, weights
+from MaxText import checkpoint, distributed, weights
 from MaxText.configs.model_config import ModelConfig
 from MaxText.configs.resolve import make_mesh, model_config
 from MaxText.errors import UserError
@@ -62,6 +62,8 @@ class Engine:
     params: the weights.
     sampling: how tokens are chosen.
     stop_ids: ids after which a sequence ends.
+    row_spec: how an array with one entry a row of the batch lies on the mesh.
+    weight_specs: how the weights lie on it.
   """
 
   def __init__(
@@ -78,15 +80,15 @@ class Engine:
     self.stop_ids = tuple(sorted(stop_ids))
     self.chunk_size = chunk_size
     self.steps_per_dispatch = steps_per_dispatch
-    rows = P(DATA if cfg.parallel.splits_batch else None)
+    self.row_spec = rows = P(DATA if cfg.parallel.splits_batch else None)
+    self.weight_specs = weight = jax.tree.map(lambda a: a.sharding.spec, params)
     cache = cache_specs(cfg)
-    weight = jax.tree.map(lambda a: a.sharding.spec, params)
     state = DecodeState(cache, rows, rows, rows, rows)
-    self._prefill = self._program(
+    self._prefill = self.program(
       partial(_prefill_chunk, cfg), (weight, rows, rows, rows, rows, cache), (rows, cache), donate=(4, 5)
     )
-    self._start = self._program(partial(_start, sampling, self.stop_ids), (cache, rows, rows, rows), state, donate=(0,))
-    self._generate = self._program(
+    self._start = self.program(partial(_start, sampling, self.stop_ids), (cache, rows, rows, rows), state, donate=(0,))
+    self._generate = self.program(
       partial(_generate, cfg, sampling, self.stop_ids, steps_per_dispatch),
       (weight, state),
       (P(None, *rows), state),
@@ -94,8 +96,13 @@ class Engine:
     )
     self._compiled: dict[tuple[int, ...], Any] = {}
 
-  def _program(self, function: Any, in_specs: Any, out_specs: Any, donate: tuple[int, ...]) -> Any:
-    """Jits a step; on several devices as one `shard_map`, with shapes and values of one device's part inside."""
+  def program(self, function: Any, in_specs: Any, out_specs: Any, donate: tuple[int, ...]) -> Any:
+    """Jits a step; on several devices as one `shard_map`, with shapes and values of one device's part inside.
+
+    Args:
+      in_specs, out_specs: partition specs of its arguments and results; see `row_spec`, `cache_specs`, `weight_specs`.
+      donate: arguments that may be overwritten.
+    """
     if self.mesh.size > 1:
       function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(
@@ -184,7 +191,7 @@ class Engine:
     """
     slots = cache.lengths.shape[0]
     rows = self.prefill_rows(slots, max(map(len, prompts)))
-    logits = jnp.zeros((slots, self.cfg.vocab_size), jnp.float32)
+    logits = self.place_rows(np.zeros((slots, self.cfg.vocab_size)), np.float32)
     # Slots lie group by group, and a data group's rows of a chunk must be for its own slots.
     groups = self.cfg.parallel.data if self.cfg.parallel.splits_batch else 1
     by_wave = np.arange(slots).reshape(groups, -1, rows // groups).swapaxes(0, 1).reshape(-1, rows)
@@ -206,7 +213,8 @@ class Engine:
         tokens[row, : len(part)] = part
       in_chunk = np.clip(length - done, 0, chunk).astype(np.int32)
       program = self._compiled.get((*_cache_size(cache), *tokens.shape), self._prefill)
-      logits, cache = program(self.params, tokens, in_chunk, slots, logits, cache)
+      placed = map(self.place_rows, (tokens, in_chunk, slots))
+      logits, cache = program(self.params, *placed, logits, cache)
       done += chunk
     return logits, cache
 
@@ -219,8 +227,11 @@ class Engine:
       remaining: [B] int32, tokens each slot may choose in all; 0 for an idle slot.
       seeds: [B] int, of the samplers.
     """
-    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
-    return self._start(cache, logits, jnp.asarray(remaining, jnp.int32), keys)
+    return self._start(cache, logits, self.place_rows(remaining, np.int32), self.place_rows(seeds, np.uint32))
+
+  def place_rows(self, values: Any, dtype: Any = np.int32) -> jax.Array:
+    """One entry a row of the batch, from every host -> on the mesh, each device holding the rows that are its own."""
+    return distributed.place(np.asarray(values, dtype), NamedSharding(self.mesh, self.row_spec))
 
   def generate(self, state: DecodeState) -> tuple[jax.Array, DecodeState]:
     """Up to `steps_per_dispatch` steps in one call of a compiled program; it ends early when no slot is active.
@@ -251,7 +262,8 @@ def _goes_on(stop_ids, tokens, remaining):
   return ~stopped & (remaining > 0)
 
 
-def _start(sampling, stop_ids, cache, logits, remaining, keys) -> DecodeState:
+def _start(sampling, stop_ids, cache, logits, remaining, seeds) -> DecodeState:
+  keys = jax.vmap(jax.random.key)(seeds)
   tokens = sample(sampling, logits, keys, cache.lengths)
   left = remaining - 1
   return DecodeState(cache, tokens, (remaining > 0) & _goes_on(stop_ids, tokens, left), left, keys)
@@ -298,7 +310,9 @@ def _memory() -> int:
   devices = jax.devices()
   if devices[0].platform == "cpu":
     return psutil.virtual_memory().available
-  return sum(stats["bytes_limit"] - stats["bytes_in_use"] for d in devices if (stats := d.memory_stats()))
+  # Other hosts' devices say nothing of themselves; they are like this host's.
+  here = [stats for d in jax.local_devices() if (stats := d.memory_stats())]
+  return sum(stats["bytes_limit"] - stats["bytes_in_use"] for stats in here) * jax.process_count()
 
 
 def _gib(count: int) -> str:
