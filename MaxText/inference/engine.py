@@ -105,9 +105,8 @@ class Engine:
     """
     if self.mesh.size > 1:
       function = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(
-      function, in_shardings=self._placed(in_specs), out_shardings=self._placed(out_specs), donate_argnums=donate
-    )
+    placed_in = weights.formats(self._placed(in_specs))
+    return jax.jit(function, in_shardings=placed_in, out_shardings=self._placed(out_specs), donate_argnums=donate)
 
   def _placed(self, specs: Any) -> Any:
     """Partition specs -> shardings on this mesh; KDA's pools in the layout that their kernel works on in place."""
@@ -347,7 +346,7 @@ def load_engine(config: Any, stop_ids: Sequence[int], slots: int, max_length: in
   directory = checkpoint_directory(config)
   tree = kimi_k3.weight_tree(cfg)
   shardings = weights.shardings(tree, mesh, config.logical_axis_rules, cfg.storage)
-  params = checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.storage, shardings)
+  params = checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.storage, weights.formats(shardings))
   return Engine(
     cfg,
     mesh,
