@@ -76,8 +76,8 @@ class K3Config(MaxTextConfig):
     "replicated", description="The projections around the routed experts: whole on every device, or split over tensor."
   )
   # Planning (plan.py)
-  plan_phases: Literal["both", "decode", "prefill", "none"] = Field(
-    "both", description="Programs that plan.py compiles; none: arithmetic only, at once."
+  plan_phases: Literal["both", "decode", "prefill", "arithmetic"] = Field(
+    "both", description="Programs that plan.py compiles; arithmetic: none of them, so that it answers at once."
   )
   plan_slots: int = Field(0, description="Sequences to plan for; 0: per_device_batch_size times the devices.", ge=0)
   plan_prefill_rows: int = Field(0, description="Sequences that are prefilled at a time; 0: as decode.py does.", ge=0)
