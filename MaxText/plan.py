@@ -17,7 +17,7 @@ from typing import Any
 
 from MaxText.configs.k3_config import initialize
 from MaxText.errors import UserError, exit_on_user_error
-from MaxText.planning import page, report
+from MaxText.planning import capacity, page, report
 from MaxText.planning.assemble import Plan
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -66,6 +66,10 @@ def check_writable(option: str, path: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
   arguments, files = split_arguments(argv)
+  for argument in arguments:
+    key, _, value = argument.partition("=")
+    if key == "compile_topology":
+      capacity.check_slice(value)  # MaxText would answer with all that it knows
   config = initialize(arguments)
   for option, path in files.items():
     check_writable(option, path)

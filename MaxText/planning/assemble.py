@@ -77,13 +77,7 @@ class Plan:
   def __init__(self, config: Any):
     """Raises `UserError` for what no compile could mend."""
     self.config = config
-    if not config.compile_topology:
-      raise UserError("compile_topology is not set: 16 chips of v7x are tpu7x-32, 32 chips are tpu7x-64")
-    if config.compile_topology not in capacity.known_slices():
-      raise UserError(
-        f"compile_topology={config.compile_topology}: the planner knows slices of v7x: "
-        f"{', '.join(list(capacity.known_slices())[:6])}, …"
-      )
+    capacity.check_slice(config.compile_topology)
     self.engine = abstract_engine(config)
     self.cfg = self.engine.cfg
     self.size = _size(config, self.engine)
@@ -135,7 +129,7 @@ class Plan:
       "headroom_gib": (HBM_BYTES - self.static_bytes) / GIB,
       "decode": {"roofline": self._roofline("decode")},
       "prefill": {"roofline": self._roofline("prefill"), "roofline_end": self._roofline("prefill", at_end=True)},
-      "block_fp8_on_16_chips_gib": self._block_fp8_on_16_chips(),
+      "on_16_chips": self._on_16_chips(),
       "compile_s": 0.0,
       "disagreements": [],
       "smallest_slice": None,
@@ -150,13 +144,25 @@ class Plan:
       },
     } | self._capacity()
 
-  def _block_fp8_on_16_chips(self) -> dict[str, float] | None:
-    """Weights a device of this model in block-FP8 on the smaller of the two slices that it is meant for."""
-    for layout in capacity.layouts(self.config, 32):
-      storage = dataclasses.replace(layout.cfg.storage, format="block_fp8")
-      cfg = dataclasses.replace(layout.cfg, storage=storage)
-      return _gib(Layout(cfg, layout.mesh, self.config.logical_axis_rules).weights())
-    return None
+  def _on_16_chips(self) -> dict[str, Any]:
+    """This model on the smaller of the two slices that it is meant for, by weight format, latents striped.
+
+    {format: {"weights_by_part_gib", "sequences" by context with nothing set aside for temporaries}}.
+    """
+    found = {}
+    for name in ("mxfp4", "block_fp8"):
+      for layout in capacity.layouts(self.config, 32):
+        storage = dataclasses.replace(layout.cfg.storage, format=name)
+        cfg = dataclasses.replace(layout.cfg, storage=storage)
+        layout = Layout(cfg, layout.mesh, self.config.logical_axis_rules).with_cache("striped", cfg.mla_cache_dtype)
+        fits = {str(n): layout.slots_that_fit(n) for n in self._contexts}
+        found[name] = {"weights_by_part_gib": _gib(layout.weights()), "sequences": fits}
+        break
+    return found
+
+  @property
+  def _contexts(self) -> list[int]:
+    return [n for n in CONTEXTS if n <= self.config.max_position_embeddings]
 
   def _capacity(self) -> dict[str, Any]:
     longest = self.config.max_position_embeddings
@@ -168,11 +174,10 @@ class Plan:
         other = self.layout.with_cache(mode, dtype)
         points = [[n, other.slots_that_fit(n, self.reserved)] for n in _CURVE_CONTEXTS if n <= longest]
         curves.append({"mode": mode, "dtype": dtype, "points": points})
-    contexts = [n for n in CONTEXTS if n <= longest]
     return {
       "reserved_gib": self.reserved / GIB,
-      "sequences": {str(n): self.layout.slots_that_fit(n, self.reserved) for n in contexts},
-      "sequences_fp8": {str(n): bits.slots_that_fit(n, self.reserved) for n in contexts},
+      "sequences": {str(n): self.layout.slots_that_fit(n, self.reserved) for n in self._contexts},
+      "sequences_fp8": {str(n): bits.slots_that_fit(n, self.reserved) for n in self._contexts},
       "capacity": curves,
     }
 

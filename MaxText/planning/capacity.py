@@ -172,6 +172,15 @@ def known_slices() -> dict[str, int]:
   return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
+def check_slice(name: str) -> None:
+  """Raises `UserError` for what is no slice of v7x that MaxText knows."""
+  known = list(known_slices())
+  if not name:
+    raise UserError("compile_topology is not set: 16 chips of v7x are tpu7x-32, 32 chips are tpu7x-64")
+  if name not in known:
+    raise UserError(f"compile_topology={name}: the planner knows slices of v7x: {', '.join(known[:6])}, …")
+
+
 def layouts(config: Any, devices: int) -> Iterable[Layout]:
   """The model on that many devices, in each split that divides it, the widest tensor group first."""
   for tensor in (t for t in range(devices, 0, -1) if devices % t == 0):

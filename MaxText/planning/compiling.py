@@ -1,12 +1,15 @@
 """Compiles the engine's programs for a described TPU slice, on a machine without one."""
 
+import contextlib
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from jaxlib import _hlo
 from maxtext.utils import accelerator_to_spec_map
@@ -112,7 +115,7 @@ def compile_lowered(mesh: Mesh, lower: Any) -> Compiled:
   """
   started = time.perf_counter()
   # tokamax would ask the default device what it may do: here it is told to lower for the mesh's.
-  with tokamax_config.cross_compile(True), jax.set_mesh(mesh):
+  with tokamax_config.cross_compile(True), jax.set_mesh(mesh), _no_cache():
     try:
       compiled = lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -120,6 +123,19 @@ def compile_lowered(mesh: Mesh, lower: Any) -> Compiled:
         raise
       raise OutOfMemoryError(str(error).splitlines()[0]) from error
   return Compiled(compiled.memory_analysis(), _text(compiled), time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+  """Without JAX's cache on disk: it takes programs for a described slice in, but can't read them back."""
+  enabled = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
 
 
 def _text(compiled: jax.stages.Compiled) -> str:

@@ -115,11 +115,14 @@ class Instruction:
   def called(self) -> dict[str, str]:
     """Computations it calls, by the attribute's name ("calls", "body", "called_computations.0", …).
 
-    The later halves of an asynchronous operation repeat the first's: they call nothing.
+    The later halves of an asynchronous operation repeat the first's: they call nothing. Nor do operations that apply
+    a scalar function to values (reductions, sorts).
     """
     if self.opcode.endswith(("-done", "-update")):
       return {}
     found = {match[1]: match[2] for match in _CALLED.finditer(self.attributes)}
+    if not self.opcode.startswith("call"):
+      found.pop("to_apply", None)
     for match in _CALLED_LISTS.finditer(self.attributes):
       for i, name in enumerate(n.strip().lstrip("%") for n in match[1].split(",")):
         found[f"called_computations.{i}"] = name

@@ -27,7 +27,7 @@ table{border-collapse:collapse;font-size:.9rem;width:100%}th{font-weight:600}
 th,td{text-align:left;padding:.25rem .6rem .25rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .mark{font-size:.75rem;color:var(--soft);border:1px solid var(--line);padding:0 .3em;white-space:nowrap}
-.mark.compiled{color:var(--ink);border-color:var(--ink)}.chart{display:block;width:100%;max-width:44rem}
+.mark.compiled{color:var(--ink);border-color:var(--ink)}.chart{display:block;width:100%;max-width:36rem}
 .chart text{font-size:11px;fill:var(--soft)}.chart .grid{stroke:var(--line);stroke-width:.6}.chart polyline{fill:none;
 stroke-width:2}.chart .here{stroke:var(--ink);stroke-width:2}.legend{list-style:none;display:flex;flex-wrap:wrap;
 gap:.2rem 1.2rem;padding:0;margin:.4rem 0;font-size:.9rem}.key{width:26px;height:8px;margin-right:.4rem}
@@ -192,18 +192,26 @@ def _others(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _block_fp8(plan: dict[str, Any]) -> Iterator[str]:
-  parts = plan["block_fp8_on_16_chips_gib"]
-  if not parts:
+  both, hbm = plan["on_16_chips"], plan["hbm_gib"]
+  if len(both) < 2:
     return
-  total, hbm = sum(parts.values()), plan["hbm_gib"]
-  pieces = [(name, sum(parts.get(p, 0) for p in made), colour) for name, made, colour in _MEMORY]
   yield "<h2>Why block-FP8 is not for 16 chips</h2>"
-  yield stacked_bar(pieces, hbm, "GiB")
+  left, total = {}, {}
+  for name, title in (("block_fp8", "block-FP8"), ("mxfp4", "MXFP4, experts as released")):
+    parts = both[name]["weights_by_part_gib"]
+    total[name] = sum(parts.values())
+    left[name] = hbm - total[name]
+    yield f"<h3>{title}: {total[name]:.1f} GiB of {hbm:.1f} a device</h3>"
+    yield stacked_bar([(n, sum(parts.get(p, 0) for p in made), colour) for n, made, colour in _MEMORY], hbm, "GiB")
+  experts = both["block_fp8"]["weights_by_part_gib"][capacity.EXPERTS]
+  longest = max(both["mxfp4"]["sequences"], key=int)
+  fits = {name: both[name]["sequences"][longest] for name in both}
   yield (
-    f"<p>In eight bits the weights take {total:.1f} GiB of each of 32 devices, {parts[capacity.EXPERTS]:.1f} of them "
-    f"experts. Of {hbm:.1f} GiB that leaves {hbm - total:.1f} for the state of all sequences, the temporaries of a "
-    "prefill chunk and the code: no room for a cache worth having. 16 chips keep the experts in MXFP4, as released; "
-    f"block-FP8 is for 32 chips. {mark('arithmetic')}</p>"
+    f"<p>In eight bits the experts alone take {experts:.1f} GiB of each of 32 devices, and all weights "
+    f"{total['block_fp8']:.1f}. The {left['block_fp8']:.1f} GiB left would have to hold the state of every sequence, "
+    "the temporaries of a prefill chunk and the code. Even with nothing set aside for those two, and latents striped, "
+    f"that is {fits['block_fp8']} sequences of {context(longest)}, where MXFP4 leaves {left['mxfp4']:.1f} GiB for "
+    f"{fits['mxfp4']}. So 16 chips keep the experts in MXFP4, and block-FP8 is for 32 chips. {mark('arithmetic')}</p>"
   )
 
 
