@@ -7,7 +7,7 @@ kind). Initialisation, abstract trees, shardings, byte counts and the checkpoint
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ class Weight:
     assemble: the released tensors as numpy arrays -> an array of `shape`. Default: one matrix, transposed to
       [in, out].
     disassemble: the inverse, for export. Default: the inverse of the default `assemble`.
-    formats: `weight_format`s that quantise it; under the others it stays plain.
+    kind: whether `Storage.experts` or `Storage.dense` says how it is held; "" where it always stays plain.
     float32: True where the release stores, and the arithmetic wants, float32 whatever `weight_dtype` says.
   """
 
@@ -75,7 +75,7 @@ class Weight:
   init: Initializer
   assemble: Callable[..., np.ndarray] | None = None
   disassemble: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
-  formats: tuple[str, ...] = ()
+  kind: Literal["", "dense", "expert"] = ""
   float32: bool = False
 
   def __post_init__(self):
@@ -105,12 +105,14 @@ class Storage:
 
   Attributes:
     dtype: of all plain weights but those declared float32.
-    format: one of `quantization.FORMATS`; it quantises the weights whose declaration names it.
+    experts: one of `quantization.FORMATS`, for the routed experts.
+    dense: "plain" or "block_fp8", for the large matrices that every token meets.
     ways: over how many devices each logical axis is split, where that is more than one; it bounds what a scale covers.
   """
 
   dtype: Any
-  format: str = "plain"
+  experts: str = "plain"
+  dense: str = "plain"
   ways: tuple[tuple[str, int], ...] = ()
 
 
@@ -146,13 +148,14 @@ class Stack:
 
   def form(self, storage: Storage) -> type[quantization.Quantized] | None:
     """The quantised form that the weight takes, or None for a plain array."""
-    return quantization.FORMS[storage.format] if storage.format in self.weight.formats else None
+    name = {"": "plain", "dense": storage.dense, "expert": storage.experts}[self.weight.kind]
+    return quantization.FORMS.get(name)
 
   def runs(self, storage: Storage) -> tuple[int, ...]:
     """How many values of each dimension of one instance a scale covers, on any device."""
     ways = dict(storage.ways)
     local = tuple(n // ways.get(axis, 1) for n, axis in zip(self.weight.shape, self.weight.axes, strict=True))
-    return quantization.runs(quantization.FORMS[storage.format], local)
+    return quantization.runs(self.form(storage), local)
 
   def arrays(self, storage: Storage) -> Any:
     """What the weight is held in: a `ShapeDtypeStruct`, or a quantised weight of two of them."""
@@ -241,8 +244,8 @@ def shardings(tree: WeightTree, mesh: Mesh, rules: Any, storage: Storage) -> dic
 def formats(placements: Any) -> Any:
   """Shardings of parameters -> what they cross the boundary of a jitted function with: row-major where quantised.
 
-  Left to itself, a TPU's compiler gives an array whose rows are no multiple of 128 the layout that pads least, and copies
-  the whole stack into the row-major one that a kernel reads. On a CPU the format changes nothing.
+  Left to itself, a TPU's compiler gives an array whose rows are no multiple of 128 the layout that pads least, and
+  copies the whole stack into the row-major one that a kernel reads. On a CPU the format changes nothing.
   """
 
   def one(node: Any) -> Any:

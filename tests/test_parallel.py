@@ -6,16 +6,31 @@ import sys
 
 import numpy as np
 import pytest
+from _models import random_params
+
+from MaxText import checkpoint_writer
+from MaxText.configs.k3_config import initialize
+from MaxText.configs.resolve import model_config
+from MaxText.models import kimi_k3
 
 WORKER = os.path.join(os.path.dirname(__file__), "_mesh_worker.py")
 # Chunks that end inside and across stripes; dispatches of several steps.
 COMMON = ("kimi-k3-tiny.yml", "prefill_chunk_size=24", "decode_steps_per_dispatch=4")
-THROUGHPUT = ("ici_data_parallelism=2", "parallel_mode=throughput", "mla_cache_mode=striped")
+DATA2 = ("ici_data_parallelism=2",)
+STRIPED, SHARDED = "mla_cache_mode=striped", "latent_projections=sharded"
+THROUGHPUT = (*DATA2, "parallel_mode=throughput")
+# A model that 32 devices divide: heads, experts, vocabulary, MLPs, latent.
+WIDE = (
+  "vocab_size=640", "base_emb_dim=64", "base_num_decoder_layers=5", "base_mlp_dim=64", "full_attn_layers=[4,5]",
+  "kda_layers=[1,2,3]", "base_num_query_heads=32", "base_num_kv_heads=32", "kda_num_heads=32", "kda_head_dim=32",
+  "qk_nope_head_dim=16", "qk_rope_head_dim=8", "v_head_dim=16", "num_experts=64", "base_moe_mlp_dim=32",
+  "routed_expert_hidden_size=64",
+)  # fmt: skip
 
 
 def run(output, devices, *overrides):
   command = [sys.executable, WORKER, str(output), str(devices), *COMMON, *overrides]
-  return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+  return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
 
 def results(tmp_path, devices, *overrides):
@@ -27,35 +42,59 @@ def results(tmp_path, devices, *overrides):
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-  """Results on one device, by weight format, each computed once."""
+  """Results on one device, by overrides, each computed once."""
   known = {}
 
-  def get(weight_format):
-    if weight_format not in known:
-      known[weight_format] = results(tmp_path_factory.mktemp("one"), 1, f"weight_format={weight_format}")
-    return known[weight_format]
+  def get(*overrides):
+    if overrides not in known:
+      known[overrides] = results(tmp_path_factory.mktemp("one"), 1, *overrides)
+    return known[overrides]
 
   return get
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+  """The overrides of a model of random weights that 32 devices divide, its checkpoint among them."""
+  directory = tmp_path_factory.mktemp("wide")
+  config = initialize(["test", COMMON[0], *WIDE])
+  cfg = model_config(config, "cpu")
+  ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+  checkpoint_writer.write(str(directory), kimi_k3.weight_tree(cfg), random_params(cfg, 3), config, ids, shards=1)
+  return (*WIDE, f"load_parameters_path={directory}")
+
+
+def assert_same(got, expected):
+  np.testing.assert_array_equal(got["tokens"], expected["tokens"])
+  for name in ("prefill", "after"):
+    # float32 sums over devices come in another order: seen 1e-5.
+    np.testing.assert_allclose(got[name], expected[name], atol=1e-4)
 
 
 @pytest.mark.parametrize(
   ("devices", "overrides", "weight_format"),
   [
-    (2, ("mla_cache_mode=striped",), "plain"),
-    (4, ("ici_data_parallelism=2",), "plain"),
-    (4, THROUGHPUT, "plain"),
-    (4, THROUGHPUT, "mxfp4"),
-    (4, THROUGHPUT, "block_fp8"),
-    (8, ("ici_data_parallelism=4", "ici_tensor_parallelism=2"), "plain"),
+    (2, (STRIPED,), "plain"),
+    (2, (SHARDED,), "block_fp8"),
+    (4, DATA2, "mxfp4"),
+    (4, (*THROUGHPUT, STRIPED, SHARDED), "plain"),
+    (4, (*THROUGHPUT, STRIPED), "mxfp4"),
+    (4, (*THROUGHPUT, STRIPED), "block_fp8"),
+    (8, ("ici_data_parallelism=4", "ici_tensor_parallelism=2", STRIPED), "plain"),
   ],
 )
 def test_many_devices_compute_what_one_does(devices, overrides, weight_format, tmp_path, one_device):
-  expected = one_device(weight_format)
-  got = results(tmp_path, devices, f"weight_format={weight_format}", *overrides)
-  np.testing.assert_array_equal(got["tokens"], expected["tokens"])
-  for name in ("prefill", "after"):
-    # float32 sums over devices come in another order: seen 1e-5.
-    np.testing.assert_allclose(got[name], expected[name], atol=1e-4)
+  weight_format = f"weight_format={weight_format}"
+  assert_same(results(tmp_path, devices, weight_format, *overrides), one_device(weight_format))
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [(STRIPED,), ("weight_format=block_fp8", "ici_tensor_parallelism=16", *THROUGHPUT, STRIPED, SHARDED)],
+)
+def test_32_devices_compute_what_one_does(overrides, wide, tmp_path, one_device):
+  formats = tuple(o for o in overrides if o.startswith("weight_format"))
+  assert_same(results(tmp_path, 32, *wide, *overrides), one_device(*wide, *formats))
 
 
 @pytest.mark.parametrize(

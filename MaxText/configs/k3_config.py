@@ -60,7 +60,10 @@ class K3Config(MaxTextConfig):
   )
   grouped_matmul_implementation: str = Field("auto", description=f"auto, {', '.join(moe.GROUPED_MATMULS)}.")
   weight_format: Literal["plain", "block_fp8", "mxfp4"] = Field(
-    "plain", description="How large weights are held: in weight_dtype, in block-FP8, or experts packed as released."
+    "plain", description="How the routed experts are held: in weight_dtype, in block-FP8, or packed as released."
+  )
+  dense_weight_format: Literal["auto", "plain", "block_fp8"] = Field(
+    "auto", description="How other large matrices are held; auto: plain beside plain experts, else block_fp8."
   )
   # Parallelism
   parallel_mode: Literal["latency", "throughput"] = Field(

@@ -53,6 +53,7 @@ class ModelConfig:
   renormalize: bool
   routed_scaling_factor: float
   grouped_matmul_implementation: str
+  quantized_matmul_implementation: str  # for dense quantised weights, read in place from their stack; "": XLA
   # Residuals
   attn_res_block_size: int  # 0: ordinary residuals
   # Running
@@ -89,11 +90,6 @@ class ModelConfig:
     """
     width = self.kv_lora_rank + self.qk_rope_head_dim
     return width if width <= 128 else -(-width // 128) * 128
-
-  @property
-  def quantized_matmul_implementation(self) -> str:
-    """Of `quantized_matmul`, for quantised weights that are read in place from their stack; "" to do without it."""
-    return self.grouped_matmul_implementation if "pallas" in self.grouped_matmul_implementation else ""
 
   @property
   def num_residual_blocks(self) -> int:

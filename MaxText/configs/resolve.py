@@ -91,8 +91,11 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
   _check_device("kda_prefill_implementation", prefill, "mosaic", platform, head_dim)
   _check_device("kda_decode_implementation", decode, "pallas", platform, head_dim)
   grouped_matmul = config.grouped_matmul_implementation
+  plain = config.weight_format == "plain"
+  dense = config.dense_weight_format
+  if dense == "auto":
+    dense = "plain" if plain else "block_fp8"
   if grouped_matmul == "auto":
-    plain = config.weight_format == "plain"
     grouped_matmul = "loop" if platform == "cpu" else "ragged_dot" if plain else "pallas"
   mla = set(config.full_attn_layers)  # both lists of the release count from one
   if grouped_matmul == "pallas" and platform != "tpu":
@@ -105,6 +108,10 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
       f"weight_format={config.weight_format} is served by grouped_matmul_implementation=loop or pallas, not "
       f"{grouped_matmul}"
     )
+  # XLA alone would write the partial sums of every block of inputs to memory.
+  quantized_matmul = "pallas" if platform == "tpu" else ""
+  if grouped_matmul == "pallas_interpret":
+    quantized_matmul = grouped_matmul
   parallel = _parallel(config, mesh)
   latent = config.routed_expert_hidden_size
   if parallel.shards_latents and latent % parallel.tensor:
@@ -151,10 +158,11 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
     renormalize=config.moe_renormalize,
     routed_scaling_factor=config.routed_scaling_factor,
     grouped_matmul_implementation=grouped_matmul,
+    quantized_matmul_implementation=quantized_matmul,
     attn_res_block_size=config.attn_res_block_size,
     rolled=config.scan_layers,
     dtype=jnp.dtype(config.dtype),
-    storage=Storage(jnp.dtype(config.weight_dtype), config.weight_format, _ways(config, parallel)),
+    storage=Storage(jnp.dtype(config.weight_dtype), config.weight_format, dense, _ways(config, parallel)),
     parallel=parallel,
     matmul_precision=str(getattr(precision, "value", precision)),
   )
@@ -172,7 +180,9 @@ def _check_device(key: str, chosen: str, kernel: str, platform: str, head_dim: i
 
 def describe_implementations(cfg: ModelConfig) -> str:
   """One line for the start of a program: which implementation each kernel uses."""
-  storage = str(cfg.storage.dtype) + ("" if cfg.storage.format == "plain" else f" and {cfg.storage.format}")
+  storage = str(cfg.storage.dtype)
+  if cfg.storage.experts != "plain" or cfg.storage.dense != "plain":
+    storage += f" (experts {cfg.storage.experts}, dense {cfg.storage.dense})"
   parallel = cfg.parallel
   devices = ""
   if parallel.devices > 1:

@@ -327,8 +327,8 @@ def check_fits(config: Any, cfg: ModelConfig, slots: int, max_length: int) -> No
     devices = jax.devices()
     raise UserError(
       f"this model needs {weight_bytes:,} bytes ({_gib(weight_bytes)}) of weights ({cfg.storage.dtype}, weight_format="
-      f"{cfg.storage.format}) and {_gib(state_bytes)} of state for {slots} sequence(s) of {max_length} tokens, that is "
-      "at least "
+      f"{cfg.storage.experts}) and {_gib(state_bytes)} of state for {slots} sequence(s) of {max_length} tokens, that "
+      "is at least "
       f"{math.ceil(needed / _V7X_DEVICE_BYTES)} TPU v7x devices of {_gib(_V7X_DEVICE_BYTES)}; found {len(devices)} "
       f"{devices[0].device_kind} device(s) with {_gib(found)}"
     )

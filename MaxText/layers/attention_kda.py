@@ -54,7 +54,7 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
       fan_in(d),
       assemble=lambda *qkv: np.stack([x.T.reshape(-1, h, k) for x in qkv], axis=2).reshape(-1, h * 3 * k),
       disassemble=lambda w: tuple(w.reshape(d, h, 3, k)[:, :, i].reshape(d, h * k).T for i in range(3)),
-      formats=("block_fp8",),
+      kind="dense",
     ),
     "conv": Weight(
       (3, taps, h, k),
@@ -82,10 +82,10 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
       (h, k), ("heads", "kv"), (Source("dt_bias", (h * k,), suffix=""),), uniform(-6.0, 0.0), float32=True
     ),
     "o_norm": norm_weight(k, "o_norm", float32=True),
-    "o": linear_weight(h * k, d, "o_proj", ("heads", "embed"), ("block_fp8",)),
+    "o": linear_weight(h * k, d, "o_proj", ("heads", "embed"), "dense"),
   }
   if cfg.kda_full_rank_gate:
-    declared["g"] = linear_weight(d, h * k, "g_proj", ("embed", "heads"), ("block_fp8",))
+    declared["g"] = linear_weight(d, h * k, "g_proj", ("embed", "heads"), "dense")
   else:
     declared["g_a"] = linear_weight(d, k, "g_a_proj", ("embed", None))
     declared["g_b"] = linear_weight(k, h * k, "g_b_proj", (None, "heads"))

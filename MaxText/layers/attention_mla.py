@@ -26,16 +26,16 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
     "kv_a_norm": norm_weight(cfg.kv_lora_rank, "kv_a_layernorm"),
     # Per head: the columns that make keys, then those that make values.
     "kv_b": linear_weight(cfg.kv_lora_rank, h * cfg.qk_nope_head_dim + value, "kv_b_proj", (None, "heads")),
-    "o": linear_weight(value, d, "o_proj", ("heads", "embed"), ("block_fp8",)),
+    "o": linear_weight(value, d, "o_proj", ("heads", "embed"), "dense"),
   }
   if cfg.q_lora_rank:
-    declared["q_a"] = linear_weight(d, cfg.q_lora_rank, "q_a_proj", ("embed", None), ("block_fp8",))
+    declared["q_a"] = linear_weight(d, cfg.q_lora_rank, "q_a_proj", ("embed", None), "dense")
     declared["q_a_norm"] = norm_weight(cfg.q_lora_rank, "q_a_layernorm")
-    declared["q_b"] = linear_weight(cfg.q_lora_rank, query, "q_b_proj", (None, "heads"), ("block_fp8",))
+    declared["q_b"] = linear_weight(cfg.q_lora_rank, query, "q_b_proj", (None, "heads"), "dense")
   else:
-    declared["q"] = linear_weight(d, query, "q_proj", ("embed", "heads"), ("block_fp8",))
+    declared["q"] = linear_weight(d, query, "q_proj", ("embed", "heads"), "dense")
   if cfg.mla_output_gate:
-    declared["g"] = linear_weight(d, value, "g_proj", ("embed", "heads"), ("block_fp8",))
+    declared["g"] = linear_weight(d, value, "g_proj", ("embed", "heads"), "dense")
   return declared
 
 

@@ -60,7 +60,7 @@ def delta_rule(
   Args:
     q, k: [B, T, H, K] float32, l2-normalised.
     v: [B, T, H, V] float32.
-    decay: [B, T, H, K] raw low-rank gate.
+    decay: [B, T, H, K] raw low-rank gate. Its dtype is the activations', in which "mosaic" multiplies.
     beta: [B, T, H] float32 in (0, 1).
     state: [B, H, K, V] float32, what came before.
     valid: [B, T] bool; a token that isn't valid leaves the state as it was, and its output means nothing.
@@ -80,6 +80,9 @@ def delta_rule(
     gate = checkpoint_name(reference.log_decay(decay, a_log, dt_bias, gate_lower_bound), "kda_log_decay")
     gate = jnp.where(valid[..., None, None], gate, 0.0)
   beta = jnp.where(valid[..., None], beta, 0.0)
+
+  # tokamax's kernel multiplies in the dtype that it is given; its sums, the state and beta stay float32.
+  q, k, v, gate = (x.astype(decay.dtype) if implementation == "mosaic" else x for x in (q, k, v, gate))
 
   def head_first(x):
     if implementation != "xla":

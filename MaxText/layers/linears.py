@@ -14,15 +14,13 @@ from MaxText.quantization import InStack, Quantized, scaled_matmul
 from MaxText.weights import Source, Weight, fan_in
 
 
-def linear_weight(
-  in_size: int, out_size: int, name: str, axes: tuple[str | None, ...], formats: tuple[str, ...] = ()
-) -> Weight:
+def linear_weight(in_size: int, out_size: int, name: str, axes: tuple[str | None, ...], kind: str = "") -> Weight:
   """Declares a projection [in_size, out_size] whose released form is one matrix [out_size, in_size].
 
   A matrix has two dimensions, and not one a head: a TPU would copy a stack of them into another layout to use it.
   """
-  source = Source(name, (out_size, in_size), packed="mxfp4" in formats)
-  return Weight((in_size, out_size), axes, (source,), fan_in(in_size), formats=formats)
+  source = Source(name, (out_size, in_size), packed=kind == "expert")
+  return Weight((in_size, out_size), axes, (source,), fan_in(in_size), kind=kind)
 
 
 def matmul(x: jax.Array, w: jax.Array | Quantized | InStack) -> jax.Array:
@@ -151,9 +149,9 @@ def mlp_weights(cfg: ModelConfig, size: int, prefix: str = "") -> dict[str, Weig
   """Declares a gated MLP of inner width `size`: wi_0 [D, F] (gate), wi_1 [D, F] (up) and wo [F, D]."""
   d = cfg.hidden_size
   return {
-    "wi_0": linear_weight(d, size, f"{prefix}gate_proj", ("embed", "mlp"), ("block_fp8",)),
-    "wi_1": linear_weight(d, size, f"{prefix}up_proj", ("embed", "mlp"), ("block_fp8",)),
-    "wo": linear_weight(size, d, f"{prefix}down_proj", ("mlp", "embed"), ("block_fp8",)),
+    "wi_0": linear_weight(d, size, f"{prefix}gate_proj", ("embed", "mlp"), "dense"),
+    "wi_1": linear_weight(d, size, f"{prefix}up_proj", ("embed", "mlp"), "dense"),
+    "wo": linear_weight(size, d, f"{prefix}down_proj", ("mlp", "embed"), "dense"),
   }
 
 

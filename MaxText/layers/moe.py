@@ -46,8 +46,8 @@ def weights(cfg: ModelConfig) -> dict[str, Weight | dict[str, Weight]]:
   if cfg.latent_size:
     axis = "latent" if cfg.parallel.shards_latents else None
     size = cfg.latent_size
-    declared["down"] = linear_weight(d, size, "routed_expert_down_proj", ("embed", axis), ("block_fp8",))
-    declared["up"] = linear_weight(size, d, "routed_expert_up_proj", (axis, "embed"), ("block_fp8",))
+    declared["down"] = linear_weight(d, size, "routed_expert_down_proj", ("embed", axis), "dense")
+    declared["up"] = linear_weight(size, d, "routed_expert_up_proj", (axis, "embed"), "dense")
     if cfg.latent_norm:
       declared["norm"] = norm_weight(cfg.latent_size, "routed_expert_norm")
   if cfg.num_shared_experts:
@@ -69,9 +69,9 @@ def expert_weights(cfg: ModelConfig) -> dict[str, Weight]:
       fan_in(latent),
       assemble=lambda w1, w3: np.concatenate([w1.T, w3.T], axis=1),
       disassemble=lambda wi: (wi[:, :f].T, wi[:, f:].T),
-      formats=("block_fp8", "mxfp4"),
+      kind="expert",
     ),
-    "wo": linear_weight(f, latent, "w2", (None, None), ("block_fp8", "mxfp4")),
+    "wo": linear_weight(f, latent, "w2", (None, None), "expert"),
   }
 
 

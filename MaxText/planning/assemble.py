@@ -105,7 +105,8 @@ class Plan:
         "tensor": parallel.tensor,
       },
       "settings": {
-        "weight_format": cfg.storage.format,
+        "weight_format": cfg.storage.experts,
+        "dense_weight_format": cfg.storage.dense,
         "slots": size.slots,
         "context": size.context,
         "prefill_rows": size.rows,
