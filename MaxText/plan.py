@@ -12,6 +12,7 @@ if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpat
   sys.path[0] = os.path.dirname(sys.path[0])
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +74,8 @@ def main(argv: Sequence[str]) -> None:
   config = initialize(arguments)
   for option, path in files.items():
     check_writable(option, path)
+  # tokamax warns of each kernel that nobody tuned for this shape.
+  logging.getLogger("absl").setLevel(logging.ERROR)
   planned = Plan(config)
   planned.run(say)
   planned.plan["settings"]["config"] = os.path.basename(arguments[1])

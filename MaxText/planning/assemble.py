@@ -153,7 +153,7 @@ class Plan:
     found = {}
     for name in ("mxfp4", "block_fp8"):
       for layout in capacity.layouts(self.config, 32):
-        storage = dataclasses.replace(layout.cfg.storage, format=name)
+        storage = dataclasses.replace(layout.cfg.storage, experts=name, dense="block_fp8")
         cfg = dataclasses.replace(layout.cfg, storage=storage)
         layout = Layout(cfg, layout.mesh, self.config.logical_axis_rules).with_cache("striped", cfg.mla_cache_dtype)
         fits = {str(n): layout.slots_that_fit(n) for n in self._contexts}
@@ -245,7 +245,7 @@ class Plan:
       "outputs_beyond_arguments_gib": (memory.output_size_in_bytes - memory.alias_size_in_bytes) / GIB,
       "total_gib": total / GIB,
       "headroom_gib": (HBM_BYTES - total) / GIB,
-      "collectives": [c.describe() for c in waits],
+      "collectives": [c.describe() | {"seconds": roofline.collective_seconds(c)} for c in waits],
       "collectives_count": sum(c.count for c in waits if c.regular),
       "copies": [c.describe() for c in traffic.copies(module, visits, unit)],
       "roofline": self._roofline(phase, waits=waits),

@@ -148,12 +148,17 @@ def _collectives(plan: dict[str, Any]) -> Iterator[str]:
         f"{c['group_size']} ({' × '.join(c['axes']) or '?'})",
         "yes" if c["crosses_data"] else "no",
         f"{c['bytes']:,}",
+        f"{c['seconds'] * 1e6:,.0f} µs",
         c["where"] if c["per"] == unit else f"{c['where']}, per {c['per']}",
       )
       for c in found
     ]
-    head = ("count", "kind", "group", "crosses data", "bytes", "asked for by")
-    yield table(head, rows, (0, 4)) if rows else "<p>None.</p>"
+    head = ("count", "kind", "group", "crosses data", "bytes", "at least", "asked for by")
+    yield table(head, rows, (0, 4, 5)) if rows else "<p>None.</p>"
+    yield (
+      f"<p><small>The least time of each is {mark('arithmetic')}. Of like collectives the compiler may keep the name "
+      "of the first; those in a loop whose length depends on data count one trip of it.</small></p>"
+    )
     copies = plan[phase]["copies"]
     yield f"<h3>Materialised copies over 64 MiB: {len(copies) or 'none'} {mark('compiled')}</h3>"
     if copies:

@@ -34,12 +34,13 @@ def _roofline(title: str, costs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _collectives(phase: dict[str, Any], unit: str) -> Iterator[str]:
-  yield f"  collectives: {phase['collectives_count']} a {unit} [compiled]"
+  yield f"  collectives: {phase['collectives_count']} a {unit} [compiled]; the least time of each [arithmetic]"
   for c in phase["collectives"]:
     across = " × ".join(c["axes"]) or "?"
     per = "" if c["per"] == unit else f", per {c['per']}"
     group = f"{c['group_size']} ({across})"
-    yield f"    {c['count']:>4} {c['kind']:<18} group {group:<20} {c['bytes']:>12,} B  {c['where']}{per}"
+    each = f"{c['seconds'] * 1e6:8.0f} µs each"
+    yield f"    {c['count']:>4} {c['kind']:<18} group {group:<20} {c['bytes']:>12,} B {each}  {c['where']}{per}"
 
 
 def _phase(name: str, phase: dict[str, Any], unit: str) -> Iterator[str]:

@@ -157,17 +157,14 @@ def prefill_chunk(
   ]
 
 
-def _on_links(c: Collective) -> float:
-  """Bytes that a device sends and receives for one collective done as a ring."""
+def collective_seconds(c: Collective) -> float:
+  """One collective done as a ring: its latency, and what a device sends and receives at the links' full rate."""
   n = max(c.group_size, 1)
   passes = 2 if c.kind == "all-reduce" else 1
-  return 2 * passes * (n - 1) / n * c.bytes
+  return COLLECTIVE_SECONDS + 2 * passes * (n - 1) / n * c.bytes / LINK_BANDWIDTH
 
 
 def _waiting(collectives: Iterable[Collective]) -> list[Cost]:
   """The time of all collectives; those in loops of unknown length count one trip."""
   counted = [c for c in collectives if c.per != "dispatch"]
-  if not counted:
-    return []
-  seconds = sum(c.count * (COLLECTIVE_SECONDS + _on_links(c) / LINK_BANDWIDTH) for c in counted)
-  return [Cost("collectives", 0, 0, seconds)]
+  return [Cost("collectives", 0, 0, sum(c.count * collective_seconds(c) for c in counted))] if counted else []

@@ -14,6 +14,7 @@ from MaxText.planning.trips import Visit
 KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all",
          "collective-broadcast")  # fmt: skip
 LARGE_COPY = 64 * 2**20
+_FAR = 8  # instructions back that a source is looked for
 
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
@@ -34,7 +35,7 @@ class Collective:
     bytes: of one of them, the larger of what a device gives and what it gets.
     group_size: devices of a group.
     axes: mesh axes that a group spans.
-    where: the function that asks for it.
+    where: the function that asks for it, as far as the compiler remembers: of like ones it may name the first.
     per: "step" or "chunk"; "dispatch": once around all steps; or the loop of unknown length that it stands in, of
       which it then counts one trip.
   """
@@ -91,7 +92,43 @@ def place(module: Module, instruction: Instruction) -> str:
   for file, function in module.stack(instruction):
     if file != "parallel.py":
       return f"{file.removesuffix('.py')}.{function.replace('.<locals>', '')}"
-  return "unknown"
+  return ""
+
+
+class _Origins:
+  """Where instructions come from, also those that the compiler made anew and left without a source: by their input."""
+
+  def __init__(self, module: Module):
+    self.module = module
+    self._callers = {name: (c, i) for c in module.computations.values() for i in c for name in i.called.values()}
+
+  def __call__(self, computation: Computation, i: Instruction) -> str:
+    found = place(self.module, i)
+    if found:
+      return found
+    names = self._inputs(computation, i)
+    for _ in range(_FAR):
+      near = [(c, c[name]) for c, name in names if name in c.instructions]
+      named = [found for _, one in near if (found := place(self.module, one))]
+      if named:
+        return f"{named[0]} (by its input)"
+      names = [pair for c, one in near for pair in self._inputs(c, one)]
+    return "unknown"
+
+  def _inputs(self, computation: Computation, i: Instruction) -> list[tuple[Computation, str]]:
+    """(computation, name) of what an instruction reads; of a parameter, what its computation is called with."""
+    if i.opcode != "parameter":
+      return [(computation, name) for name in i.operands]
+    if computation.name not in self._callers:
+      return []
+    outer, call = self._callers[computation.name]
+    if call.opcode == "while":
+      return []
+    given = list(call.operands)
+    if not given:  # an asynchronous call is given its operands by the half that follows
+      given = [name for user in outer if call.name in user.operands for name in user.operands if name != call.name]
+    number = int(i.inside)
+    return [(outer, given[number])] if number < len(given) else []
 
 
 def _groups(attributes: str, mesh: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
@@ -132,7 +169,7 @@ def _payload(computation: Computation, i: Instruction) -> int:
 def _per(module: Module, visit: Visit, phase: str) -> str:
   if visit.loops is not None:
     word = "branch of" if visit.loops.opcode == "conditional" else "trip of a loop in"
-    return f"{word} {place(module, visit.loops)}"
+    return f"{word} {place(module, visit.loops) or visit.loops.name}"
   return phase if phase == "chunk" or visit.repeated else "dispatch"
 
 
@@ -144,6 +181,7 @@ def collectives(module: Module, visits: Iterable[Visit], mesh: Mapping[str, int]
     phase: "step" or "chunk".
   """
   found: dict[Collective, int] = {}
+  origin = _Origins(module)
   for visit in visits:
     i = visit.instruction
     kind = i.opcode.removesuffix("-start")
@@ -151,7 +189,7 @@ def collectives(module: Module, visits: Iterable[Visit], mesh: Mapping[str, int]
       continue
     size, axes = _groups(i.attributes, mesh)
     nbytes = _payload(visit.computation, i)
-    one = Collective(kind, 0, nbytes, size, axes, place(module, i), _per(module, visit, phase))
+    one = Collective(kind, 0, nbytes, size, axes, origin(visit.computation, i), _per(module, visit, phase))
     found[one] = found.get(one, 0) + visit.count
   counted = [replace(one, count=count) for one, count in found.items()]
   return sorted(counted, key=lambda c: (not c.regular, -c.count, -c.bytes))
@@ -175,6 +213,7 @@ def _moved(module: Module, i: Instruction) -> str | None:
 def copies(module: Module, visits: Iterable[Visit], phase: str) -> list[Copy]:
   """Materialised copies of more than `LARGE_COPY` bytes in HBM, the most bytes first."""
   found: dict[Copy, int] = {}
+  origin = _Origins(module)
   for visit in visits:
     i = visit.instruction
     if visit.in_fusion:
@@ -184,7 +223,7 @@ def copies(module: Module, visits: Iterable[Visit], phase: str) -> list[Copy]:
     if not large or (what := _moved(module, i)) is None:
       continue
     nbytes = sum(a.nbytes for a in large)
-    one = Copy(what, ", ".join(map(str, large)), nbytes, 0, place(module, i), _per(module, visit, phase))
+    one = Copy(what, ", ".join(map(str, large)), nbytes, 0, origin(visit.computation, i), _per(module, visit, phase))
     found[one] = found.get(one, 0) + visit.count
   counted = [replace(one, count=count) for one, count in found.items()]
   return sorted(counted, key=lambda c: -c.bytes * c.count)
