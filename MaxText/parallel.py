@@ -8,6 +8,7 @@ On one device every function here is the identity.
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -20,6 +21,27 @@ DATA, TENSOR = "data", "tensor"
 Tree = TypeVar("Tree")
 
 
+def _side_by_side(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, Callable[[jax.Array, int], tuple[jax.Array, ...]]]:
+  """Arrays [N, c] of 16 or 32 bits as one of 16-bit words: a collective costs its ten microseconds whatever it carries.
+
+  Returns:
+    (words [N, w]; from words [M, parts · w], gathered along columns or rows, to the arrays [M, parts · c]).
+  """
+  words = [lax.bitcast_convert_type(a, jnp.uint16).reshape(len(a), -1) for a in arrays]
+  ends = list(itertools.accumulate(w.shape[1] for w in words))
+
+  def unpack(packed: jax.Array, parts: int) -> tuple[jax.Array, ...]:
+    rows = len(packed)
+    pieces = jnp.split(packed.reshape(rows, parts, ends[-1]), ends[:-1], axis=2)
+    wide = [(2,) if a.dtype.itemsize == 4 else () for a in arrays]
+    return tuple(
+      lax.bitcast_convert_type(piece.reshape(rows, parts * a.shape[1], *pair), a.dtype)
+      for piece, a, pair in zip(pieces, arrays, wide, strict=True)
+    )
+
+  return jnp.concatenate(words, axis=1), unpack
+
+
 @dataclass(frozen=True)
 class Parallel:
   """Sizes of the two mesh axes and the modes of what they split. Hashable.
@@ -30,6 +52,7 @@ class Parallel:
     mla_cache: "replicated" over the tensor group, or "striped": token p of a sequence on device p mod `tensor`.
     latents: whether the projections into and out of the experts' latent space stand whole on every device
       ("replicated") or split over the tensor group ("sharded": less memory, two more collectives a layer).
+    router: the same for the router. Sharded it needs a collective, or none beside sharded latents: one carries both.
     sequence: between sublayers each device of a tensor group holds an equal part of the tokens (prefill, where streams
       are large), not all of them (decode).
   """
@@ -39,6 +62,7 @@ class Parallel:
   batch: Literal["same", "split"] = "same"
   mla_cache: Literal["replicated", "striped"] = "replicated"
   latents: Literal["replicated", "sharded"] = "replicated"
+  router: Literal["replicated", "sharded"] = "replicated"
   sequence: bool = False
 
   @property
@@ -60,6 +84,10 @@ class Parallel:
   @property
   def shards_latents(self) -> bool:
     return self.latents == "sharded" and self.tensor > 1
+
+  @property
+  def shards_router(self) -> bool:
+    return self.router == "sharded" and self.tensor > 1
 
   @property
   def _token_axes(self) -> tuple[str, ...]:
@@ -134,11 +162,16 @@ class Parallel:
     picked = jax.tree.map(one, arrays, axes)
     return self.sum_tensor(picked) if self.splits_tokens else picked
 
-  def whole_rows(self, x: jax.Array) -> jax.Array:
-    """[N, c]: all tokens, this device's columns -> [n, C]: its own tokens, all columns."""
+  def whole_rows(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """[N, c] each: all tokens, this device's columns -> [n, C]: its own tokens, all columns; as one collective."""
+    if self.tensor == 1:
+      return arrays
+    packed, unpack = _side_by_side(arrays)
     if self.splits_tokens:
-      return lax.all_to_all(x, TENSOR, split_axis=0, concat_axis=1, tiled=True)
-    return self.gather_tensor(x, axis=1)
+      packed = lax.all_to_all(packed, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+    else:
+      packed = lax.all_gather(packed, TENSOR, axis=1, tiled=True)
+    return unpack(packed, self.tensor)
 
   def own_columns(self, x: jax.Array) -> jax.Array:
     """The reverse of `whole_rows`."""
@@ -151,14 +184,8 @@ class Parallel:
     """Every token's row of each array [n, …], wherever tokens are split; as one collective."""
     if not self._token_axes:
       return arrays
-    # As bits side by side: a collective costs some ten microseconds whatever it carries.
-    bits = [lax.bitcast_convert_type(a, jnp.uint16).reshape(len(a), -1) for a in arrays]
-    packed = lax.all_gather(jnp.concatenate(bits, axis=1), self._token_axes, axis=0, tiled=True)
-    parts = jnp.split(packed, list(itertools.accumulate(b.shape[1] for b in bits))[:-1], axis=1)
-    return tuple(
-      lax.bitcast_convert_type(part.reshape(-1, *a.shape[1:], *[2] * (a.dtype.itemsize == 4)), a.dtype)
-      for part, a in zip(parts, arrays, strict=True)
-    )
+    packed, unpack = _side_by_side(arrays)
+    return unpack(lax.all_gather(packed, self._token_axes, axis=0, tiled=True), 1)
 
   def sum_experts(self, y: jax.Array) -> jax.Array:
     """All devices' partial results for every token of `gather_for_experts` -> the sum, for this device's tokens."""

@@ -86,6 +86,9 @@ class K3Config(MaxTextConfig):
   plan_prefill_rows: int = Field(0, description="Sequences that are prefilled at a time; 0: as decode.py does.", ge=0)
   plan_search: bool = Field(False, description="Find the largest prefill chunk and context together, by compiling.")
   plan_search_compiles: int = Field(6, description="Compiles that plan_search may take, minutes each.", gt=0)
+  router_weights: Literal["auto", "replicated", "sharded"] = Field(
+    "auto", description="The router: whole on every device, or split over tensor; auto: as the latent projections are."
+  )
   # Decoding
   prompt_file: str = Field("", description="A file with one prompt a line, decoded as one batch.")
   prefill_chunk_size: int = Field(512, description="Tokens of a prompt that are prefilled at a time.", gt=0)

@@ -50,6 +50,7 @@ def _parallel(config: Any, mesh: Mesh | None) -> Parallel:
     batch="split" if config.parallel_mode == "throughput" else "same",
     mla_cache=config.mla_cache_mode,
     latents=config.latent_projections,
+    router=config.latent_projections if config.router_weights == "auto" else config.router_weights,
   )
   for key, heads in (("kda_num_heads", config.kda_num_heads), ("base_num_query_heads", config.num_query_heads)):
     if heads % parallel.tensor:
@@ -118,6 +119,11 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
     raise UserError(
       f"routed_expert_hidden_size={latent} can't be split over a tensor group of {parallel.tensor} devices; use "
       "latent_projections=replicated"
+    )
+  if parallel.shards_router and config.num_experts % parallel.tensor:
+    raise UserError(
+      f"num_experts={config.num_experts} can't be split over a tensor group of {parallel.tensor} devices; use "
+      "router_weights=replicated"
     )
   layers = tuple(
     ("mla" if i + 1 in mla else "kda", "dense" if i < config.first_num_dense_layers else "moe")
@@ -188,7 +194,7 @@ def describe_implementations(cfg: ModelConfig) -> str:
   if parallel.devices > 1:
     devices = (
       f", devices: data {parallel.data} ({parallel.batch} tokens) × tensor {parallel.tensor}, "
-      f"MLA cache {parallel.mla_cache}, latent projections {parallel.latents}"
+      f"MLA cache {parallel.mla_cache}, latent projections {parallel.latents}, router {parallel.router}"
     )
   return (
     f"KDA prefill: {cfg.kda_prefill_implementation} (tokamax), "

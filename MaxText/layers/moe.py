@@ -38,7 +38,7 @@ def weights(cfg: ModelConfig) -> dict[str, Weight | dict[str, Weight]]:
   """Declares what a MoE layer has once; `expert_weights` declares one expert."""
   d, e = cfg.hidden_size, cfg.num_experts
   declared: dict[str, Weight | dict[str, Weight]] = {
-    "router": linear_weight(d, e, "gate", ("embed", None)),
+    "router": linear_weight(d, e, "gate", ("embed", "router" if cfg.parallel.shards_router else None)),
     "bias": Weight(
       (e,), (None,), (Source("gate.e_score_correction_bias", (e,), suffix=""),), constant(0.0), float32=True
     ),
@@ -75,17 +75,22 @@ def expert_weights(cfg: ModelConfig) -> dict[str, Weight]:
   }
 
 
-def route(cfg: ModelConfig, w: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Chooses experts in true float32: in bfloat16 the choice flips.
+def router_logits(w: dict, x: jax.Array) -> jax.Array:
+  """[N, D] -> [N, e], of the experts whose columns this device has. True float32: in bfloat16 a choice flips."""
+  return jnp.dot(x.astype(jnp.float32), w["router"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def route(cfg: ModelConfig, w: dict, x: jax.Array, logits: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+  """Chooses experts.
 
   Args:
     x: [N, D].
+    logits: [N, E] float32, where they are known already.
 
   Returns:
     (experts [N, k] int32, weights [N, k] float32). The correction bias takes part in the choice only.
   """
-  logits = jnp.dot(x.astype(jnp.float32), w["router"].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-  scores = jax.nn.sigmoid(logits)
+  scores = jax.nn.sigmoid(router_logits(w, x) if logits is None else logits)
   _, experts = jax.lax.top_k(scores + w["bias"], cfg.num_experts_per_token)
   chosen = jnp.take_along_axis(scores, experts, axis=-1)
   if cfg.renormalize:
@@ -243,15 +248,20 @@ def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Array
 
 def _moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Array, layer: jax.Array | int) -> jax.Array:
   parallel = cfg.parallel
-  chosen, scales = route(cfg, w, x)
-  chosen = jnp.where(valid[:, None], chosen, cfg.num_experts)
   every = parallel.gather_tokens(x)
   sharded = bool(cfg.latent_size) and parallel.shards_latents
-  z = x
+  columns = {}  # what this device knows a part of
+  if parallel.shards_router:
+    columns["logits"] = router_logits(w, every)
   if sharded:
-    z = parallel.whole_rows(matmul(every, w["down"]))
-  elif cfg.latent_size:
-    z = matmul(x, w["down"])
+    columns["z"] = matmul(every, w["down"])
+  known = dict(zip(columns, parallel.whole_rows(tuple(columns.values())), strict=True)) if columns else {}
+  chosen, scales = route(cfg, w, x, known["logits"]) if parallel.shards_router else route(cfg, w, x)
+  chosen = jnp.where(valid[:, None], chosen, cfg.num_experts)
+  if sharded:
+    z = known["z"]
+  else:
+    z = matmul(x, w["down"]) if cfg.latent_size else x
   y = routed_experts(cfg, experts, *parallel.gather_for_experts((z, chosen, scales)), layer)
   shared = mlp(cfg, w["shared"], every) if cfg.num_shared_experts else None
 
