@@ -276,7 +276,10 @@ class Plan:
     code = sum(c.memory.generated_code_size_in_bytes for c in self.compiled.values())
     self.reserved = temp + code
     most = max(c.nbytes - c.memory.generated_code_size_in_bytes for c in self.compiled.values()) + code
-    self.plan |= {"headroom_gib": (HBM_BYTES - most) / GIB} | self._capacity()
+    self.plan |= self._capacity()
+    if not self.plan["fits"]:
+      return  # the other phase has no room at all
+    self.plan["headroom_gib"] = (HBM_BYTES - most) / GIB
     self.plan["marks"]["headroom_gib"] = "compiled"
     if most > HBM_BYTES:
       self._too_small(most, self.reserved)
