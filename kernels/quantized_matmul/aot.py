@@ -35,7 +35,7 @@ def abstract_arguments(
   """(x, values, scales, group_sizes) as shapes, the stacks of `layers` layers in `stack_format` (or XLA's own)."""
 
   def stack(*shape, dtype):
-    where = stack_format(len(shape), sharding) if formatted else sharding
+    where = stack_format(1 + len(shape), sharding) if formatted else sharding
     return jax.ShapeDtypeStruct((layers * groups, *shape), dtype, sharding=where)
 
   scales = {

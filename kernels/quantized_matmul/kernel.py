@@ -5,8 +5,10 @@ that has rows once, straight from the stack of all layers. It goes through the o
 list of work. The arithmetic of a tile stands in arithmetic.py.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,88 +18,161 @@ from jax.experimental.pallas import tpu as pltpu
 from quantized_matmul import arithmetic, streams
 from quantized_matmul.formats import LANES, Form, Format, format_of
 from quantized_matmul.reference import dot
-from quantized_matmul.tiles import Tiles, choose_tiles
+from quantized_matmul.tiles import FUSED_ROWS, ROW_ALIGNMENT, Tiles, choose_tiles
 
 _WITHOUT_FLOAT4 = ("TPU v6 lite", "TPU v5", "TPU v5p", "TPU v5 lite", "TPU v5e", "TPU v4")
 _VMEM_BYTES = 56 << 20  # of the 64 MiB of a v7x
 
 
-def _kernel(group_sizes, first_group, x, values, *rest, fmt: Format, tiles: Tiles, outputs: int, pairs_known):
+def _kernel(group_sizes, first_group, x, values, *rest, fmt: Format, tiles: Tiles, outputs: int, known_work):
   hbm = dict(x=x, values=values)
   if fmt.form is not Form.PLAIN:
     hbm["scales"], *rest = rest
-  hbm["out"], work, active, *rest = rest
+  hbm["out"], pairs, active, *rest = rest
   names = [name for name in ("x", "values", "scales", "out") if name in hbm]
   buffers, semaphores, scratch = rest[: len(names)], rest[len(names) : 2 * len(names)], rest[2 * len(names) :]
   rings = {n: streams.Ring(b, s) for n, b, s in zip(names, buffers, semaphores, strict=True)}
-
-  pairs, groups, row_tiles = streams.list_work(group_sizes, work, active, tiles.rows)
-  if pairs_known is not None:
-    pairs = pairs_known
+  work = known_work or streams.Work(group_sizes, pairs, active, tiles.rows)
   copies = streams.Streams(
-    fmt=fmt, tiles=tiles, outputs=outputs, first_group=first_group[0], active=active, groups=groups,
-    row_tiles=row_tiles, hbm=hbm, rings=rings,
-  )  # fmt: skip
+    fmt=fmt, tiles=tiles, outputs=outputs, first_group=first_group[0], work=work, hbm=hbm, rings=rings
+  )
 
-  def product(column, index, new_weights):
-    x_tile, weights = rings["x"].at(index["x"]), rings["values"].at(index["weights"])
-    if fmt.form is Form.PLAIN:
-      return dot(x_tile[...], weights[...])
-    scales = rings["scales"].at(index["weights"])
-    (prepared,) = scratch  # block-FP8: a scale for each output; MXFP4: the decoded tile
-    if fmt.form is Form.BLOCK_FP8:
-
-      @pl.when(new_weights)
-      def _():
-        prepared[...] = arithmetic.spread_scales(scales[...], column, tiles.outputs, fmt.ro)
-
-      return arithmetic.block_fp8_product(x_tile, weights, prepared, fmt.ri)
-    pl.when(new_weights)(lambda: arithmetic.decode_mxfp4(weights, scales, prepared, fmt.ri))
-    return dot(x_tile[...], prepared[...])
-
-  def step(column, pair):
-    group, tile = work[streams.GROUP, pair], work[streams.TILE, pair]
-    before, after = jnp.maximum(pair - 1, 0), jnp.minimum(pair + 1, pairs - 1)
-    new_weights = (pair == 0) | (group != work[streams.GROUP, before])
-    new_tile = (pair == 0) | (tile != work[streams.TILE, before])
-    done = (pair == pairs - 1) | (tile != work[streams.TILE, after])
-    index = dict(weights=column * groups + group, out=column * row_tiles + tile)
-    index["x"] = jnp.where(row_tiles == 1, 0, index["out"])
+  def step(_, position):
+    """One pair of the list of work, for one output tile."""
+    column, pair = position
+    group, tile = work.group(pair), work.tile(pair)
+    before, after = jnp.maximum(pair - 1, 0), jnp.minimum(pair + 1, work.pairs - 1)
+    last = pair == work.pairs - 1
+    new_weights = (pair == 0) | (group != work.group(before))
+    new_tile = (pair == 0) | (tile != work.tile(before))
+    done = last | (tile != work.tile(after))
+    weights_index, out_index = column * work.groups + group, column * work.row_tiles + tile
+    x_index = jnp.where(work.row_tiles == 1, 0, out_index)
 
     @pl.when(new_weights)
     def _():
-      copies.weights("wait", index["weights"])
-      ahead = index["weights"] + tiles.depth - 1
+      copies.weights("wait", weights_index)
+      ahead = weights_index + tiles.depth - 1
       pl.when(ahead < copies.weight_copies)(lambda: copies.weights("start", ahead))
 
-    @pl.when(new_tile & ((column == 0) | (row_tiles > 1)))
+    @pl.when(new_tile & ((column == 0) | (work.row_tiles > 1)))
     def _():
-      copies.x("wait", index["x"])
-      ahead = index["x"] + streams.ROW_BUFFERS - 1
+      copies.x("wait", x_index)
+      ahead = x_index + streams.ROW_BUFFERS - 1
       pl.when(ahead < copies.x_copies)(lambda: copies.x("start", ahead))
 
-    @pl.when(new_tile & (index["out"] >= streams.ROW_BUFFERS))
+    @pl.when(new_tile & (out_index >= streams.ROW_BUFFERS))
     def _():
-      copies.out("wait", index["out"] - streams.ROW_BUFFERS)
+      copies.out("wait", out_index - streams.ROW_BUFFERS)
 
-    result = product(column, index, new_weights)
-    row = jax.lax.broadcasted_iota(jnp.int32, result.shape, 0) + tile * tiles.rows
-    mine = (row >= work[streams.START, pair]) & (row < work[streams.END, pair])
-    out = rings["out"].at(index["out"])
-    # Through float32: exact for the other groups' rows, which are kept.
-    out[...] = jnp.where(mine, result, out[...].astype(jnp.float32)).astype(out.dtype)
-    pl.when(done)(lambda: copies.out("start", index["out"]))
+    start, end = (row - tile * tiles.rows for row in work.rows(pair))
+    multiply = _Multiply(
+      fmt=fmt, tiles=tiles, x=rings["x"].at(x_index), out=rings["out"].at(out_index), start=start, end=end,
+      values=rings["values"].at(weights_index), scratch=scratch,
+      scales=rings["scales"].at(weights_index) if "scales" in rings else None,
+    )  # fmt: skip
+    pl.when(pair == 0)(lambda: multiply.prepare_column(column))
+    pl.when(new_weights)(multiply.prepare_weights)
+    multiply.rows_of_group()
+    pl.when(done)(lambda: copies.out("start", out_index))
+    return jnp.where(last, column + 1, column), jnp.where(last, 0, pair + 1)
 
   for i in range(tiles.depth - 1):
     pl.when(i < copies.weight_copies)(functools.partial(copies.weights, "start", i))
-  pl.when(pairs > 0)(lambda: copies.x("start", 0))
-
-  def column_loop(column, _):
-    jax.lax.fori_loop(0, pairs, lambda pair, _: step(column, pair), None)
-
-  jax.lax.fori_loop(0, copies.column_tiles, column_loop, None)
+  pl.when(work.pairs > 0)(lambda: copies.x("start", 0))
+  zero = jnp.int32(0)
+  jax.lax.fori_loop(0, copies.column_tiles * work.pairs, step, (zero, zero))
   for i in range(streams.ROW_BUFFERS, 0, -1):
     pl.when(copies.out_copies >= i)(functools.partial(copies.out, "wait", copies.out_copies - i))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Multiply:
+  """One step's arithmetic. All but the first two fields and the bounds are Refs in VMEM.
+
+  Attributes:
+    x: [tile's rows, I]; out: [tile's rows, width].
+    start, end: the group's rows, counted from the tile's first; either may lie outside the tile.
+    values, scales: of the group's matrix and the output tile; block-FP8: the scales of the whole matrix.
+    scratch: block-FP8: `scale_selector` of the output tile, and its `spread_scales`; MXFP4: the decoded tile of a group
+      with many rows.
+  """
+
+  fmt: Format
+  tiles: Tiles
+  x: Any
+  out: Any
+  start: Any
+  end: Any
+  values: Any
+  scales: Any
+  scratch: Any
+
+  def prepare_column(self, column):
+    if self.fmt.form is Form.BLOCK_FP8:
+      selector = self.scratch[0]
+      selector[...] = arithmetic.scale_selector(selector.shape, column, self.fmt.ro)
+
+  def prepare_weights(self):
+    if self.fmt.form is Form.MXFP4 and self.tiles.rows > FUSED_ROWS:
+      decode = functools.partial(arithmetic.decode_mxfp4, self.values, self.scales, self.scratch[0])
+      pl.when(self._many_rows())(decode)
+
+  def _block_fp8(self, x):
+    # Once for each block, not once for each tile of weights: so the compiler can do it while it loads weights.
+    selector, scale_rows = self.scratch
+    scale_rows[...] = arithmetic.spread_scales(self.scales[...], selector[...])
+    return arithmetic.block_fp8_product(x, self.values, scale_rows, self.fmt.ri)
+
+  def _many_rows(self):
+    return self.end - self.start > FUSED_ROWS
+
+  def rows_of_group(self):
+    """Multiplies the group's rows in this tile, in blocks; other rows of a block are computed too, and dropped."""
+    heights = self.tiles.blocks(self.fmt.form)
+    if self.fmt.form is not Form.MXFP4:
+      product = {
+        Form.PLAIN: lambda x: dot(x[...], self.values[...]),
+        Form.BLOCK_FP8: self._block_fp8,
+      }[self.fmt.form]
+      self._in_blocks(heights, product)
+      return
+    fused = lambda x: arithmetic.mxfp4_product(x, self.values, self.scales)
+    few = tuple(height for height in heights if height <= FUSED_ROWS)
+    if self.tiles.rows <= FUSED_ROWS:
+      self._in_blocks(few, fused)
+      return
+    many = self._many_rows()
+    pl.when(many)(lambda: self._in_blocks(heights[1:], lambda x: dot(x[...], self.scratch[0][...])))
+    pl.when(jnp.logical_not(many))(lambda: self._in_blocks(few, fused))
+
+  def _in_blocks(self, heights: tuple[int, ...], product):
+    """As many blocks of the greatest height as rows fill, or nearly; then at most one lower one for the rest."""
+    tallest = heights[-1]
+    first = jnp.maximum(self.start, 0)
+    first = first - jax.lax.rem(first, ROW_ALIGNMENT)
+    count = jnp.minimum(self.end, self.tiles.rows) - first
+    blocks = jax.lax.div(count, tallest)
+    rest = count - blocks * tallest
+    if len(heights) > 1:
+      blocks = blocks + jnp.where(rest > heights[-2], 1, 0)
+    else:
+      blocks = blocks + jnp.where(rest > 0, 1, 0)
+
+    def block(height, at):
+      # Moved back into the tile where it would reach beyond.
+      at = pl.multiple_of(jnp.minimum(at, self.tiles.rows - height), ROW_ALIGNMENT)
+      rows = pl.ds(at, height)
+      result = product(self.x.at[rows])
+      row = jax.lax.broadcasted_iota(jnp.int32, result.shape, 0) + at
+      mine = (row >= self.start) & (row < self.end)
+      # Through float32: exact for the other groups' rows, which are kept.
+      kept = self.out[rows].astype(jnp.float32)
+      self.out[rows] = jnp.where(mine, result, kept).astype(self.out.dtype)
+
+    jax.lax.fori_loop(0, blocks, lambda i, _: block(tallest, first + i * tallest), None)
+    for lower, height in zip((0, *heights), heights[:-1], strict=False):
+      pl.when((rest > lower) & (rest <= height))(functools.partial(block, height, first + count - rest))
 
 
 def cost_estimate(x, values, scales, groups: int, out_dtype) -> pl.CostEstimate:
@@ -127,14 +202,14 @@ def _check_float4() -> None:
 
 def grouped_matmul_pallas(
     x, values, scales, group_sizes, first_group, *, out_dtype, interpret: bool | pltpu.InterpretParams,
-    tiles: Tiles | None = None, pairs_known: int | None = None,
+    tiles: Tiles | None = None, known_work=None,
 ):  # fmt: skip
   """`grouped_matmul` as a Pallas TPU kernel. Arguments, meaning and result are those of `api.grouped_matmul`.
 
   Args:
     interpret: run it on the CPU, in Pallas's TPU interpreter; or that interpreter's parameters.
     tiles: chosen from the shapes if None.
-    pairs_known: for estimates only: the length of the list of work, which the compiler's profile can't know.
+    known_work: for estimates only: something like `streams.Work` that the compiler can see through.
   """
   fmt = format_of(values, scales)
   rows, inputs = x.shape
@@ -142,7 +217,7 @@ def grouped_matmul_pallas(
   groups = group_sizes.shape[0]
   if fmt.form is Form.MXFP4 and not interpret:
     _check_float4()
-  tiles = tiles or choose_tiles(rows, values)
+  tiles = tiles or choose_tiles(x, values, groups)
   # A narrower last tile is copied in whole lanes: on a TPU the arrays are padded to them. The interpreter's aren't.
   aligned = outputs if interpret else pl.cdiv(outputs, LANES) * LANES
   padded = pl.cdiv(rows, tiles.rows) * tiles.rows
@@ -155,19 +230,21 @@ def grouped_matmul_pallas(
     (streams.ROW_BUFFERS, tile(tiles.rows), out_dtype),
   ]
   stacks, scratch = [values], []
+  if fmt.form is Form.BLOCK_FP8:
+    scratch = [(tile(scales.shape[2]), jnp.bfloat16), (tile(scales.shape[1]), jnp.float32)]
+  elif fmt.form is Form.MXFP4 and tiles.rows > FUSED_ROWS:
+    scratch = [(tile(inputs), x.dtype)]
   if fmt.form is not Form.PLAIN:
     stacks.append(scales)
     shape = scales.shape[1:] if fmt.form is Form.BLOCK_FP8 else tile(scales.shape[1])
     rings.insert(2, (tiles.depth, shape, scales.dtype))
-    prepared = (scales.shape[1], jnp.float32) if fmt.form is Form.BLOCK_FP8 else (inputs, x.dtype)
-    scratch = [pltpu.VMEM(tile(prepared[0]), prepared[1])]
 
   in_smem, anywhere, in_hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pl.ANY, pltpu.HBM))
   if not interpret:
     # XLA may place x and the output in VMEM. It mustn't the stacks: it would copy all layers' scales there, each time.
     stacks = [pltpu.with_memory_space_constraint(stack, pltpu.HBM) for stack in stacks]
   out = pl.pallas_call(
-    functools.partial(_kernel, fmt=fmt, tiles=tiles, outputs=aligned, pairs_known=pairs_known),
+    functools.partial(_kernel, fmt=fmt, tiles=tiles, outputs=aligned, known_work=known_work),
     in_specs=[in_smem, in_smem, anywhere, *[in_hbm] * len(stacks)],
     out_specs=anywhere,
     scratch_shapes=[
@@ -175,7 +252,7 @@ def grouped_matmul_pallas(
       pltpu.SMEM((groups,), jnp.int32),
       *[pltpu.VMEM((depth, *shape), dtype) for depth, shape, dtype in rings],
       *[pltpu.SemaphoreType.DMA((depth,)) for depth, *_ in rings],
-      *scratch,
+      *[pltpu.VMEM(*buffer) for buffer in scratch],
     ],
     out_shape=jax.ShapeDtypeStruct((padded, outputs), out_dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
     # Copies stay within the arrays as long as first_group and group_sizes do, which a traced one can't be checked for.

@@ -17,43 +17,65 @@ from quantized_matmul.formats import Form, Format
 from quantized_matmul.tiles import Tiles
 
 ROW_BUFFERS = 2  # for x, and for the output
-GROUP, TILE, START, END = range(4)  # rows of the work list
+_GROUP, _TILE, _START, _END = range(4)  # rows of the work list
 
 
-def list_work(group_sizes, work, groups, tile_rows: int):
-  """Fills the work list from the sizes of the groups, on the scalar core.
+class Work:
+  """The list of work, which the scalar core makes from the sizes of the groups.
 
-  Args:
-    group_sizes: [E] int32 in SMEM.
-    work: [4, most] int32 in SMEM. A column for each pair: the group's number among those that have rows, the row tile,
-      and the group's first row and the one after its last.
-    groups: [E] int32 in SMEM: the groups that have rows.
-
-  Returns:
-    (pairs, groups that have rows, row tiles).
+  Attributes:
+    pairs: its length.
+    groups: how many groups have rows.
+    row_tiles: how many row tiles hold rows of groups.
   """
 
-  def per_group(group, carry):
-    start, pairs, active = carry
-    end = start + group_sizes[group]
-    first = jax.lax.div(start, tile_rows)
-    tiles = jnp.where(end > start, jax.lax.div(end + tile_rows - 1, tile_rows) - first, 0)
+  def __init__(self, group_sizes, pairs, groups, tile_rows: int):
+    """Fills the list.
 
-    def per_tile(i, _):
-      for row, value in ((GROUP, active), (TILE, first + i), (START, start), (END, end)):
-        work[row, pairs + i] = value
+    Args:
+      group_sizes: [E] int32 in SMEM.
+      pairs: [4, most] int32 in SMEM. A column for each pair: the group's number among those that have rows, the row
+        tile, the group's first row and the one after its last.
+      groups: [E] int32 in SMEM: the groups that have rows.
+    """
+    self._pairs, self._groups = pairs, groups
 
-    jax.lax.fori_loop(0, tiles, per_tile, None)
+    def per_group(group, carry):
+      start, count, active = carry
+      end = start + group_sizes[group]
+      first = jax.lax.div(start, tile_rows)
+      tiles = jnp.where(end > start, jax.lax.div(end + tile_rows - 1, tile_rows) - first, 0)
 
-    @pl.when(tiles > 0)
-    def _():
-      groups[active] = group
+      def per_tile(i, _):
+        for row, value in ((_GROUP, active), (_TILE, first + i), (_START, start), (_END, end)):
+          pairs[row, count + i] = value
 
-    return end, pairs + tiles, active + jnp.where(tiles > 0, 1, 0)
+      jax.lax.fori_loop(0, tiles, per_tile, None)
 
-  zero = jnp.int32(0)
-  rows, pairs, active = jax.lax.fori_loop(0, group_sizes.shape[0], per_group, (zero, zero, zero))
-  return pairs, active, jax.lax.div(rows + tile_rows - 1, tile_rows)
+      @pl.when(tiles > 0)
+      def _():
+        groups[active] = group
+
+      return end, count + tiles, active + jnp.where(tiles > 0, 1, 0)
+
+    zero = jnp.int32(0)
+    rows, self.pairs, self.groups = jax.lax.fori_loop(0, group_sizes.shape[0], per_group, (zero, zero, zero))
+    self.row_tiles = jax.lax.div(rows + tile_rows - 1, tile_rows)
+
+  def group(self, pair):
+    """The pair's group, numbered among those that have rows."""
+    return self._pairs[_GROUP, pair]
+
+  def tile(self, pair):
+    return self._pairs[_TILE, pair]
+
+  def rows(self, pair):
+    """The first row of the pair's group, and the one after its last."""
+    return self._pairs[_START, pair], self._pairs[_END, pair]
+
+  def matrix(self, group):
+    """Which of the call's E matrices a group, numbered among those that have rows, is multiplied by."""
+    return self._groups[group]
 
 
 def most_pairs(rows: int, tile_rows: int, groups: int) -> int:
@@ -83,21 +105,21 @@ class Streams:
 
   Attributes:
     column_tiles: output tiles.
-    groups: that have rows; weight copy `index` belongs to output tile index // groups.
-    row_tiles: that hold rows; the same for output copies.
-    x_copies: one for each output tile and row tile; but if there is a single row tile, one in all.
+    weight_copies: one for each output tile and group that has rows, in this order.
+    out_copies: one for each output tile and row tile that holds rows.
+    x_copies: the same; but if there is a single row tile, one in all.
   """
 
-  def __init__(self, *, fmt: Format, tiles: Tiles, outputs: int, first_group, active, groups, row_tiles, hbm, rings):
+  def __init__(self, *, fmt: Format, tiles: Tiles, outputs: int, first_group, work: Work, hbm, rings):
+    """Args: outputs: O, rounded up to what copies may touch; hbm, rings: arrays and their buffers by name."""
     self.fmt, self.tiles = fmt, tiles
-    self.first_group, self.active = first_group, active
-    self.groups, self.row_tiles = groups, row_tiles
+    self.first_group, self.work = first_group, work
     self.hbm, self.rings = hbm, rings
     self.outputs = outputs
     self.column_tiles = pl.cdiv(hbm["out"].shape[1], tiles.outputs)
-    self.weight_copies = self.column_tiles * groups
-    self.out_copies = self.column_tiles * row_tiles
-    self.x_copies = jnp.where(row_tiles == 1, 1, self.out_copies)
+    self.weight_copies = self.column_tiles * work.groups
+    self.out_copies = self.column_tiles * work.row_tiles
+    self.x_copies = jnp.where(work.row_tiles == 1, 1, self.out_copies)
 
   def _per_width(self, column, use):
     """Calls use(columns in HBM, columns in VMEM): the last output tile may be narrower than the others."""
@@ -121,12 +143,12 @@ class Streams:
 
   def x(self, action, index):
     ring = self.rings["x"]
-    rows = self._rows(jax.lax.rem(index, self.row_tiles))
+    rows = self._rows(jax.lax.rem(index, self.work.row_tiles))
     self._run(action, self.hbm["x"].at[rows], ring.at(index), ring.semaphore(index))
 
   def weights(self, action, index):
-    column = jax.lax.div(index, self.groups)
-    matrix = self.first_group + self.active[index - column * self.groups]
+    column = jax.lax.div(index, self.work.groups)
+    matrix = self.first_group + self.work.matrix(index - column * self.work.groups)
 
     def values_and_scales(in_hbm, in_vmem):
       for name in ("values", "scales"):
@@ -141,8 +163,8 @@ class Streams:
 
   def out(self, action, index):
     ring = self.rings["out"]
-    column = jax.lax.div(index, self.row_tiles)
-    rows = self._rows(index - column * self.row_tiles)
+    column = jax.lax.div(index, self.work.row_tiles)
+    rows = self._rows(index - column * self.work.row_tiles)
     self._per_width(
       column,
       lambda in_hbm, in_vmem: self._run(
