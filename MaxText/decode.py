@@ -149,7 +149,7 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
 
   started = time.perf_counter()
   engine.compile(slots, max_length, max(map(len, prompts)))
-  wait_for_all("compiled")
+  wait_for_all()
   say(f"compiled in {time.perf_counter() - started:.1f} s")
 
   alone = len(prompts) == 1

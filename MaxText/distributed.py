@@ -28,14 +28,16 @@ from jax.sharding import PartitionSpec as P
 
 from MaxText.errors import UserError
 
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 DEFAULT_PORT = 1234  # MaxText's
 _HEARTBEAT_SECONDS = 30  # a process that is silent for so long is lost; JAX's 100 would leave the others waiting
 _PATIENCE_SECONDS = 60  # how long a failed collective waits for the news of who was lost
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that no lost process causes
 _SAME_ERROR_SECONDS = 5  # how long the first process waits for a mistake of another one to be its own as well
-_POLL_MILLISECONDS = 2_000
+_POLL_MILLISECONDS = 60_000  # of one call that waits for a word; it comes at once
 _BARRIER_MILLISECONDS = 4 * 3600 * 1000
-_END, _GONE = "kimi-k3/end", "kimi-k3/gone/"
+_END, _GONE = "kimi-k3/end", "kimi-k3/gone/"  # keys: why the run ends; which processes are on their way out
+_GOOD_END = "done"
 
 
 class Place(NamedTuple):
@@ -58,7 +60,9 @@ class _Run:
   def __init__(self):
     self.place = Place()
     self.client: Any = None  # JAX's, while there are several processes
+    self.listener: Any = None  # the thread that waits for the others' word
     self.native_log: Any = None  # the process that reads what native code writes
+    self.barriers = 0  # waited at so far; JAX wants a name of its own for each
     self.ending = threading.Lock()  # taken once, by who ends this process
 
 
@@ -106,10 +110,9 @@ def environment(variables: Mapping[str, str]) -> Environment | None:
       process = job[0] * job[1] + job[2]
   if count == 1 or (address is None and count is None):
     return None
-  needed = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": process}
-  missing = [name for name, value in needed.items() if value is None]
+  missing = [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]
   if missing:
-    raise UserError(f"of several processes each needs {', '.join(needed)} in its environment; missing: {missing[0]}")
+    raise UserError(f"of several processes each needs {', '.join(VARIABLES)} in its environment; missing: {missing[0]}")
   if count < 1 or not 0 <= process < count:
     raise UserError(f"JAX_PROCESS_ID={process} must lie in 0..{count - 1} (JAX_NUM_PROCESSES={count})")
   return Environment(address if ":" in address else f"{address}:{DEFAULT_PORT}", Place(process, count))
@@ -144,7 +147,8 @@ def initialize(tpu: bool, asked: bool, timeout: int) -> None:
     jax.distributed.initialize(**known, initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
   except (ValueError, RuntimeError) as error:
     raise UserError(
-      f"jax.distributed can't start: {error}; for a run of one process set skip_jax_distributed_system=true"
+      f"jax.distributed can't start: {error} Set {', '.join(VARIABLES)} in each process's environment, or "
+      "skip_jax_distributed_system=true for a run of one process"
     ) from error
   state = jax_distributed.global_state
   _run.place = Place(state.process_id, state.num_processes)
@@ -152,7 +156,8 @@ def initialize(tpu: bool, asked: bool, timeout: int) -> None:
     if told is None:
       _divert_native_output(state.coordinator_address)
     _run.client = state.client
-    threading.Thread(target=_listen, name="other processes", daemon=True).start()
+    _run.listener = threading.Thread(target=_listen, name="other processes", daemon=True)
+    _run.listener.start()
 
 
 def _check_port(address: str) -> None:
@@ -191,13 +196,16 @@ def _divert_native_output(address: str) -> None:
 
 def _listen() -> None:
   """Waits for another process's word that the run has to end. Runs in a thread of its own."""
-  while (client := _run.client) is not None:
+  while True:
     try:
-      told = json.loads(client.blocking_key_value_get(_END, _POLL_MILLISECONDS))
+      word = _run.client.blocking_key_value_get(_END, _POLL_MILLISECONDS)
     except jax.errors.JaxRuntimeError as error:
       if "DEADLINE_EXCEEDED" in str(error):
         continue
-      return  # the service is gone: JAX ends this process, or the run is over
+      return  # the service is gone, and JAX ends this process
+    if word == _GOOD_END:
+      return
+    told = json.loads(word)
     if is_first():
       time.sleep(_SAME_ERROR_SECONDS)
     text = told["text"]
@@ -241,19 +249,22 @@ def _exit(status: int, text: str) -> NoReturn:
 
 def finish() -> None:
   """The good end: waits until every process has come here, then leaves the others."""
+  if _run.client is None:
+    return
+  wait_for_all()
+  # Python can't end while a thread waits in native code: that would abort the process.
+  with contextlib.suppress(jax.errors.JaxRuntimeError):  # one of them does it
+    _run.client.key_value_set(_END, _GOOD_END)
+  _run.listener.join()
+  _run.client = None
+  jax.distributed.shutdown()
+
+
+def wait_for_all() -> None:
+  """Returns when every process has called it. Collectives on CPUs give up on a process that comes 30 s later."""
   if _run.client is not None:
-    _run.client = None
-    jax.distributed.shutdown()
-
-
-def wait_for_all(name: str) -> None:
-  """Returns when every process has called it. Collectives on CPUs give up on a process that comes 30 s later.
-
-  Args:
-    name: of the point in the program, used once in a run.
-  """
-  if _run.client is not None:
-    _run.client.wait_at_barrier(f"kimi-k3/{name}", _BARRIER_MILLISECONDS)
+    _run.barriers += 1
+    _run.client.wait_at_barrier(f"kimi-k3/barrier/{_run.barriers}", _BARRIER_MILLISECONDS)
 
 
 def place(value: np.ndarray, sharding: Sharding) -> jax.Array:

@@ -104,7 +104,7 @@ def score(config: Any, engine: Engine, tokens: np.ndarray) -> np.ndarray:
   parts = [(start, engine.place_rows(padded[:, start : start + size])) for start, size in chunks(config, length)]
   sizes = {ids.shape: ids for _, ids in parts}
   compiled = {shape: run.lower(engine.params, ids, cache).compile() for shape, ids in sizes.items()}
-  wait_for_all("compiled")
+  wait_for_all()
   logits = np.empty((batch, length, cfg.vocab_size), np.float32)
   for start, ids in progress(parts, len(parts), "scoring"):
     part, cache = compiled[ids.shape](engine.params, ids, cache)
