@@ -24,7 +24,7 @@ _WITHOUT_FLOAT4 = ("TPU v6 lite", "TPU v5", "TPU v5p", "TPU v5 lite", "TPU v5e",
 _VMEM_BYTES = 56 << 20  # of the 64 MiB of a v7x
 
 
-def _kernel(group_sizes, first_group, x, values, *rest, fmt: Format, tiles: Tiles, outputs: int, known_work):
+def _kernel(group_sizes, first_group, x, values, *rest, fmt: Format, tiles: Tiles, outputs: int, known_size):
   hbm = dict(x=x, values=values)
   if fmt.form is not Form.PLAIN:
     hbm["scales"], *rest = rest
@@ -32,7 +32,8 @@ def _kernel(group_sizes, first_group, x, values, *rest, fmt: Format, tiles: Tile
   names = [name for name in ("x", "values", "scales", "out") if name in hbm]
   buffers, semaphores, scratch = rest[: len(names)], rest[len(names) : 2 * len(names)], rest[2 * len(names) :]
   rings = {n: streams.Ring(b, s) for n, b, s in zip(names, buffers, semaphores, strict=True)}
-  work = known_work or streams.Work(group_sizes, pairs, active, tiles.rows)
+  size = (lambda group: group_sizes[group]) if known_size is None else lambda group: jnp.int32(known_size)
+  work = streams.Work(size, pairs, active, tiles.rows)
   copies = streams.Streams(
     fmt=fmt, tiles=tiles, outputs=outputs, first_group=first_group[0], work=work, hbm=hbm, rings=rings
   )
@@ -202,14 +203,15 @@ def _check_float4() -> None:
 
 def grouped_matmul_pallas(
     x, values, scales, group_sizes, first_group, *, out_dtype, interpret: bool | pltpu.InterpretParams,
-    tiles: Tiles | None = None, known_work=None,
+    tiles: Tiles | None = None, known_size: int | None = None,
 ):  # fmt: skip
   """`grouped_matmul` as a Pallas TPU kernel. Arguments, meaning and result are those of `api.grouped_matmul`.
 
   Args:
     interpret: run it on the CPU, in Pallas's TPU interpreter; or that interpreter's parameters.
     tiles: chosen from the shapes if None.
-    known_work: for estimates only: something like `streams.Work` that the compiler can see through.
+    known_size: for estimates only: every group's rows, whatever group_sizes says. The compiler's profile runs the
+      scalar code, and so knows what the loops do.
   """
   fmt = format_of(values, scales)
   rows, inputs = x.shape
@@ -244,7 +246,7 @@ def grouped_matmul_pallas(
     # XLA may place x and the output in VMEM. It mustn't the stacks: it would copy all layers' scales there, each time.
     stacks = [pltpu.with_memory_space_constraint(stack, pltpu.HBM) for stack in stacks]
   out = pl.pallas_call(
-    functools.partial(_kernel, fmt=fmt, tiles=tiles, outputs=aligned, known_work=known_work),
+    functools.partial(_kernel, fmt=fmt, tiles=tiles, outputs=aligned, known_size=known_size),
     in_specs=[in_smem, in_smem, anywhere, *[in_hbm] * len(stacks)],
     out_specs=anywhere,
     scratch_shapes=[

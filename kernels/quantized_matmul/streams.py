@@ -29,11 +29,11 @@ class Work:
     row_tiles: how many row tiles hold rows of groups.
   """
 
-  def __init__(self, group_sizes, pairs, groups, tile_rows: int):
+  def __init__(self, group_size, pairs, groups, tile_rows: int):
     """Fills the list.
 
     Args:
-      group_sizes: [E] int32 in SMEM.
+      group_size: a group's index -> its rows.
       pairs: [4, most] int32 in SMEM. A column for each pair: the group's number among those that have rows, the row
         tile, the group's first row and the one after its last.
       groups: [E] int32 in SMEM: the groups that have rows.
@@ -42,7 +42,7 @@ class Work:
 
     def per_group(group, carry):
       start, count, active = carry
-      end = start + group_sizes[group]
+      end = start + group_size(group)
       first = jax.lax.div(start, tile_rows)
       tiles = jnp.where(end > start, jax.lax.div(end + tile_rows - 1, tile_rows) - first, 0)
 
@@ -59,7 +59,7 @@ class Work:
       return end, count + tiles, active + jnp.where(tiles > 0, 1, 0)
 
     zero = jnp.int32(0)
-    rows, self.pairs, self.groups = jax.lax.fori_loop(0, group_sizes.shape[0], per_group, (zero, zero, zero))
+    rows, self.pairs, self.groups = jax.lax.fori_loop(0, groups.shape[0], per_group, (zero, zero, zero))
     self.row_tiles = jax.lax.div(rows + tile_rows - 1, tile_rows)
 
   def group(self, pair):
