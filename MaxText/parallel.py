@@ -144,20 +144,18 @@ class Parallel:
     rows = x.shape[0] // self.tensor
     return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * rows, rows)
 
-  def pick_tokens(self, arrays: Tree, index: jax.Array, axes: Tree) -> Tree:
-    """Rows `index` [R] among a data group's tokens, on every device, of arrays that hold this device's; one collective.
+  def pick_tokens(self, arrays: Tree, owner: jax.Array, place: jax.Array, axes: Tree) -> Tree:
+    """Some tokens' entries of arrays that hold this device's tokens, on every device of the tensor group.
 
     Args:
+      owner, place: [R] int32, which device of the group holds a token, and where among its own.
       axes: for each array the axis of its tokens.
     """
+    mine = owner == self.tensor_index() if self.splits_tokens else jnp.ones(len(owner), bool)
 
     def one(x: jax.Array, axis: int) -> jax.Array:
-      if not self.splits_tokens:
-        return jnp.take(x, index, axis=axis)
-      place = index - lax.axis_index(TENSOR) * x.shape[axis]
-      mine = (place >= 0) & (place < x.shape[axis])
-      rows = jnp.take(x, jnp.where(mine, place, 0), axis=axis)
-      return jnp.where(mine.reshape(-1, *[1] * (x.ndim - axis - 1)), rows, 0)
+      entries = jnp.take(x, jnp.where(mine, place, 0), axis=axis)
+      return jnp.where(mine.reshape(-1, *[1] * (x.ndim - axis - 1)), entries, 0)
 
     picked = jax.tree.map(one, arrays, axes)
     return self.sum_tensor(picked) if self.splits_tokens else picked
@@ -181,11 +179,14 @@ class Parallel:
     return lax.dynamic_slice_in_dim(x, self.tensor_index() * columns, columns, axis=1)
 
   def gather_for_experts(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Every token's row of each array [n, …], wherever tokens are split; as one collective."""
+    """Every token's row of each array [n, …], wherever tokens are split; all arrays travel together."""
     if not self._token_axes:
       return arrays
     packed, unpack = _side_by_side(arrays)
-    return unpack(lax.all_gather(packed, self._token_axes, axis=0, tiled=True), 1)
+    # One axis after the other: a gather over both at once is compiled to a sum of mostly zeros, twice the bytes.
+    for axis in reversed(self._token_axes):
+      packed = lax.all_gather(packed, axis, axis=0, tiled=True)
+    return unpack(packed, 1)
 
   def sum_experts(self, y: jax.Array) -> jax.Array:
     """All devices' partial results for every token of `gather_for_experts` -> the sum, for this device's tokens."""

@@ -70,6 +70,7 @@ def test_experts_in_blocks_of_tokens_and_rows_give_the_same(implementation, mode
   """Blocks that end within a group of rows, and a last one that isn't full."""
   monkeypatch.setattr(moe, "_TOKENS", 48)
   monkeypatch.setattr(moe, "_ROWS", 24)
+  monkeypatch.setattr(kimi_k3, "_ATTENDED_TOKENS", 60)
   cfg = dataclasses.replace(model[0], grouped_matmul_implementation=implementation)
   prefill_all, _ = fresh_entry_points()
   logits, _ = prefill_all(cfg, model[1], jnp.asarray(tokens), jnp.asarray([70, 50], jnp.int32), empty_cache(cfg, 2))

@@ -128,23 +128,23 @@ def prefill(
   x = cfg.parallel.gather_tokens(x)
   t = len(x) // rows
   qkv, decay, beta, gate = _project(cfg, w, x.reshape(rows, t, -1))
-  qkv = jnp.moveaxis(qkv, 3, 2)  # as the convolution's history has it
   valid = jnp.arange(t) < length[:, None]
 
-  history = cache.conv.at[layer, slots].get(mode="fill", fill_value=0)
+  # The pool and the weight, both small, are brought into the projection's order [H, 3, K], not the chunk into theirs.
+  history = jnp.moveaxis(cache.conv.at[layer, slots].get(mode="fill", fill_value=0), 2, 3)
   sequence = jnp.concatenate([history, qkv], axis=1)
   taps = cfg.kda_conv_kernel_size
-  y = reference.causal_conv([sequence[:, i : i + t] for i in range(taps)], w["conv"])
+  y = reference.causal_conv([sequence[:, i : i + t] for i in range(taps)], jnp.swapaxes(w["conv"], 0, 2))
   # The history that the chunk leaves ends at its last valid token.
   last = length[:, None] + jnp.arange(taps - 1)
-  history = jnp.take_along_axis(sequence, last[:, :, None, None, None], axis=1)
+  history = jnp.moveaxis(jnp.take_along_axis(sequence, last[:, :, None, None, None], axis=1), 3, 2)
 
   y = checkpoint_name(y, "kda_qkv")
   old = cache.state.at[layer, slots].get(mode="fill", fill_value=0)
   out, state = kda_prefill.delta_rule(
-    reference.l2norm(y[:, :, 0]),
-    reference.l2norm(y[:, :, 1]),
-    y[:, :, 2],
+    reference.l2norm(y[:, :, :, 0]),
+    reference.l2norm(y[:, :, :, 1]),
+    y[:, :, :, 2],
     decay,
     checkpoint_name(jax.nn.sigmoid(beta.astype(jnp.float32)), "kda_beta"),
     old.astype(jnp.float32),

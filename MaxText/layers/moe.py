@@ -236,14 +236,23 @@ def moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Array
   Returns:
     [n, D].
   """
-  n = len(x)
+  return in_parts(cfg, lambda x, valid: _moe(cfg, w, experts, x, valid, layer), x, valid)
+
+
+def in_parts(cfg: ModelConfig, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+  """Applies a function of tokens [m, …] -> [m, …] to `_TOKENS` of all devices' tokens at a time.
+
+  Args:
+    arrays: [n, …], of this device's tokens.
+  """
+  n = len(arrays[0])
   parts = -(-n * cfg.parallel.token_ways // _TOKENS)
   if parts == 1:
-    return _moe(cfg, w, experts, x, valid, layer)
+    return function(*arrays)
   padding = -n % parts
-  x, valid = jnp.pad(x, ((0, padding), (0, 0))), jnp.pad(valid, (0, padding))
-  each = (x.reshape(parts, -1, x.shape[1]), valid.reshape(parts, -1))
-  return jax.lax.map(lambda part: _moe(cfg, w, experts, *part, layer), each).reshape(x.shape)[:n]
+  padded = (jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))) for a in arrays)
+  out = jax.lax.map(lambda part: function(*part), tuple(a.reshape(parts, -1, *a.shape[1:]) for a in padded))
+  return out.reshape(-1, *out.shape[2:])[:n]
 
 
 def _moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Array, layer: jax.Array | int) -> jax.Array:
@@ -262,11 +271,12 @@ def _moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Arra
     z = known["z"]
   else:
     z = matmul(x, w["down"]) if cfg.latent_size else x
-  y = routed_experts(cfg, experts, *parallel.gather_for_experts((z, chosen, scales)), layer)
+  # Partial sums travel in the activations' dtype, as everywhere.
+  y = routed_experts(cfg, experts, *parallel.gather_for_experts((z, chosen, scales)), layer).astype(x.dtype)
   shared = mlp(cfg, w["shared"], every) if cfg.num_shared_experts else None
 
   if sharded:
-    y = _latent_norm(cfg, w, parallel.sum_experts(y).astype(x.dtype))
+    y = _latent_norm(cfg, w, parallel.sum_experts(y))
     partial = matmul(parallel.own_columns(y), w["up"])
     return parallel.sum_tokens(partial if shared is None else partial + shared)
   if parallel.splits_batch or parallel.splits_tokens:
@@ -274,7 +284,6 @@ def _moe(cfg: ModelConfig, w: dict, experts: dict, x: jax.Array, valid: jax.Arra
     shared = None if shared is None else parallel.sum_tokens(shared)
   else:
     y, shared = parallel.sum_devices((y, None if shared is None else parallel.once_a_tensor_group(shared)))
-  y = y.astype(x.dtype)
   if cfg.latent_size:
     y = matmul(_latent_norm(cfg, w, y), w["up"])
   return y if shared is None else y + shared

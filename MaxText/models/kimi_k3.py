@@ -7,6 +7,7 @@ KDA layers before each. Unrolled (`scan_layers=false`) the same functions are ca
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from MaxText.layers.linears import mlp, mlp_weights
 from MaxText.layers.normalizations import norm_weight, rms_norm
 from MaxText.quantization import InStack, Quantized
 from MaxText.weights import Source, Stack, Weight, fan_in
+
+_ATTENDED_TOKENS = 8192  # of a data group's chunk that attention takes at a time
 
 _ATTENTION_WEIGHTS = {"kda": attention_kda.weights, "mla": attention_mla.weights}
 
@@ -101,11 +104,20 @@ def _apply_layer(
   h = attention_residuals.feed_forward_input(cfg, w["mlp_res"], residual, layer)
   x = rms_norm(h, w["post_attention_norm"], cfg.rms_norm_eps)
   if experts is None:
-    out = cfg.parallel.sum_tokens(mlp(cfg, w["mlp"], cfg.parallel.gather_tokens(x)))
+    out = _dense_mlp(cfg, w["mlp"], x)
   else:
     out = moe.moe(cfg, w["moe"], experts, x, valid, index)
   residual = attention_residuals.add_feed_forward(residual, checkpoint_name(out, "feed_forward_out"))
   return residual._replace(stream=checkpoint_name(residual.stream, "layer_out")), cache
+
+
+def _dense_mlp(cfg: ModelConfig, w: Params, x: jax.Array) -> jax.Array:
+  """[n, D] -> [n, D], as many tokens at a time as go through the experts."""
+
+  def some(x):
+    return cfg.parallel.sum_tokens(mlp(cfg, w, cfg.parallel.gather_tokens(x)))
+
+  return moe.in_parts(cfg, some, x)
 
 
 def _split_experts(stack: Params) -> tuple[Params, Params | None]:
@@ -160,13 +172,13 @@ def _apply_layers(
 
     return jax.lax.fori_loop(first, last, body, carry) if kda_ids.size else carry
 
-  # KDA layers up to each MLA layer, as places in the KDA stack.
+  # KDA layers before each MLA layer, as places in the KDA stack.
   up_to = np.searchsorted(kda_ids, mla_ids).astype(np.int32)
+  starts = np.append(0, up_to[:-1]).astype(np.int32)
 
   def block(m, carry):
     residual, kda_cache, mla_cache = carry
-    first = jnp.where(m > 0, jnp.asarray(up_to)[m - 1], 0)
-    residual, kda_cache = kda_layers(first, jnp.asarray(up_to)[m], (residual, kda_cache))
+    residual, kda_cache = kda_layers(jnp.asarray(starts)[m], jnp.asarray(up_to)[m], (residual, kda_cache))
     residual, mla_cache = one("mla", residual, mla_cache, jnp.asarray(mla_ids)[m], m)
     return residual, kda_cache, mla_cache
 
@@ -191,9 +203,17 @@ def _embed(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
   return cfg.parallel.sum_tokens(jnp.where(mine[:, None], rows, 0))
 
 
-def _last_of_rows(cfg: ModelConfig, residual: Residual, index: jax.Array) -> Residual:
-  """The residual of tokens `index` [R] of a data group, on every device."""
-  return Residual(*cfg.parallel.pick_tokens(tuple(residual), index, (0, 1)))
+def _pick_tokens(cfg: ModelConfig, residual: Residual, index: jax.Array, parts: int) -> Residual:
+  """The residual of tokens `index` [R] of a data group, on every device.
+
+  Args:
+    index: in the order of a chunk's parts, each of which the tensor group has divided.
+    parts: of the chunk.
+  """
+  n = residual.stream.shape[0] // parts  # tokens of a part that a device holds
+  whole = n * cfg.parallel.tensor
+  owner, place = index % whole // n, index // whole * n + index % n
+  return Residual(*cfg.parallel.pick_tokens(tuple(residual), owner, place, (0, 1)))
 
 
 def _normed_output(cfg: ModelConfig, params: Params, residual: Residual) -> jax.Array:
@@ -203,7 +223,7 @@ def _normed_output(cfg: ModelConfig, params: Params, residual: Residual) -> jax.
 
 
 def _logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
-  """[N, D], the same on every device of a tensor group -> [N, V] float32."""
+  """[..., D], the same on every device of a tensor group -> [..., V] float32."""
   logits = jnp.dot(x, params["lm_head"].astype(x.dtype), preferred_element_type=jnp.float32)
   return cfg.parallel.gather_tensor(logits, axis=-1)
 
@@ -235,27 +255,57 @@ def prefill(
   """
   cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sequence=True))
   rows, t = tokens.shape
-  tokens = jnp.pad(tokens, ((0, 0), (0, -t % cfg.parallel.tensor)))
-  padded = tokens.shape[1]
-  valid = cfg.parallel.own_tokens((jnp.arange(padded) < length[:, None]).reshape(-1))
+  # Attention takes the chunk part by part, so that what it needs beside the streams doesn't grow with the chunk.
+  parts = -(-rows * t // _ATTENDED_TOKENS)
+  part = -(-t // (parts * cfg.parallel.tensor)) * cfg.parallel.tensor  # tokens of a row
+
+  def by_part(a):
+    """[R, parts · part, …] -> [parts, R · part, …]; of each part, a device of the tensor group holds a piece."""
+    return jnp.moveaxis(a.reshape(rows, parts, part, *a.shape[2:]), 1, 0).reshape(parts, rows * part, *a.shape[2:])
+
+  def each_part(function, *arrays):
+    """Applies a function to the parts of [parts, …] one after the other; what it returns, side by side."""
+    out = jax.lax.map(lambda a: function(*a), arrays) if parts > 1 else function(*(a[0] for a in arrays))[None]
+    return out.reshape(-1, *out.shape[2:])
+
+  tokens = by_part(jnp.pad(tokens, ((0, 0), (0, parts * part - t))))
+  valid = by_part(jnp.arange(parts * part) < length[:, None])
   # A negative index would count from the end.
   slots = jnp.where(slots >= 0, slots, cache.lengths.shape[0])
   start = cache.lengths.at[slots].get(mode="fill", fill_value=0)
 
   def attend(kind, w, x, layer_cache, index):
-    if kind == "kda":
-      return attention_kda.prefill(cfg, w, x, length, slots, layer_cache, index)
-    return attention_mla.prefill(cfg, w, x, start, length, slots, layer_cache, index)
+    def one(i, x, layer_cache):
+      before = jnp.minimum(i * part, length)
+      here = jnp.minimum(length - before, part)
+      if kind == "kda":
+        return attention_kda.prefill(cfg, w, x, here, slots, layer_cache, index)
+      return attention_mla.prefill(cfg, w, x, start + before, here, slots, layer_cache, index)
+
+    if parts == 1:
+      return one(0, x, layer_cache)
+
+    def body(i, carry):
+      out, layer_cache = carry
+      out_here, layer_cache = one(i, x.reshape(parts, -1, x.shape[1])[i], layer_cache)
+      return jax.lax.dynamic_update_index_in_dim(out, out_here, i, 0), layer_cache
+
+    start_with = (jnp.zeros((parts, len(x) // parts, x.shape[1]), x.dtype), layer_cache)
+    out, layer_cache = jax.lax.fori_loop(0, parts, body, start_with)
+    return out.reshape(x.shape), layer_cache
 
   with jax.default_matmul_precision(cfg.matmul_precision):
-    residual = attention_residuals.start(cfg, _embed(cfg, params, tokens.reshape(-1)))
-    residual, new = _apply_layers(cfg, params, residual, cache, valid, attend)
+    residual = attention_residuals.start(cfg, each_part(partial(_embed, cfg, params), tokens))
+    residual, new = _apply_layers(cfg, params, residual, cache, each_part(cfg.parallel.own_tokens, valid), attend)
     if all_logits:
-      x = cfg.parallel.gather_tokens(_normed_output(cfg, params, residual))
-      logits = _logits(cfg, params, x).reshape(rows, padded, -1)[:, :t]
+      x = _normed_output(cfg, params, residual).reshape(parts, -1, cfg.hidden_size)
+      x = each_part(cfg.parallel.gather_tokens, x).reshape(parts, rows, part, -1)
+      logits = _logits(cfg, params, jnp.moveaxis(x, 0, 1).reshape(rows, parts * part, -1)[:, :t])
     else:
-      last = jnp.arange(rows) * padded + jnp.maximum(length - 1, 0)
-      logits = _logits(cfg, params, _normed_output(cfg, params, _last_of_rows(cfg, residual, last)))
+      last = jnp.maximum(length - 1, 0)
+      # Its place among the tokens of its part, and that part's among all.
+      index = last // part * rows * part + jnp.arange(rows) * part + last % part
+      logits = _logits(cfg, params, _normed_output(cfg, params, _pick_tokens(cfg, residual, index, parts)))
   return logits, new._replace(lengths=cache.lengths.at[slots].add(length, mode="drop"))
 
 
