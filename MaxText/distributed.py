@@ -214,8 +214,8 @@ def _listen() -> None:
 
 def end(status: int, text: str) -> NoReturn:
   """Ends the program: every process of it, with the same status; the first prints `text`, once."""
-  if _run.client is None:
-    if text and is_first():
+  if _run.client is None:  # alone, or the others aren't found yet
+    if text:
       print(text, file=sys.stderr, flush=True)
     sys.exit(status)
   with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one may have told its reason first

@@ -20,6 +20,7 @@ def exit_on_user_error(main: Callable[[Sequence[str]], None], argv: Sequence[str
   try:
     main(argv)
     sys.stdout.flush()
+    distributed.finish()
   except UserError as error:
     distributed.end(2, f"error: {' '.join(str(error).split())}")
   except KeyboardInterrupt:
@@ -32,4 +33,3 @@ def exit_on_user_error(main: Callable[[Sequence[str]], None], argv: Sequence[str
     if not distributed.several():
       raise
     distributed.crash(error)
-  distributed.finish()
