@@ -172,13 +172,14 @@ def _apply_layers(
 
     return jax.lax.fori_loop(first, last, body, carry) if kda_ids.size else carry
 
-  # KDA layers before each MLA layer, as places in the KDA stack.
-  up_to = np.searchsorted(kda_ids, mla_ids).astype(np.int32)
-  starts = np.append(0, up_to[:-1]).astype(np.int32)
+  # KDA layers before each MLA layer, as places in the KDA stack: first and last.
+  up_to = np.searchsorted(kda_ids, mla_ids)
+  between = np.stack([np.append(0, up_to[:-1]), up_to], axis=1).astype(np.int32)
 
   def block(m, carry):
     residual, kda_cache, mla_cache = carry
-    residual, kda_cache = kda_layers(jnp.asarray(starts)[m], jnp.asarray(up_to)[m], (residual, kda_cache))
+    first, last = jnp.asarray(between)[m]
+    residual, kda_cache = kda_layers(first, last, (residual, kda_cache))
     residual, mla_cache = one("mla", residual, mla_cache, jnp.asarray(mla_ids)[m], m)
     return residual, kda_cache, mla_cache
 

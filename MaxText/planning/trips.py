@@ -121,6 +121,9 @@ class _Scope:
         int(np.clip(int(v), 0, n - size)) for v, n, size in zip(values[1:], values[0].shape, shape, strict=True)
       ]
       return values[0][tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
+    if i.opcode == "slice":
+      bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", i.attribute("slice") or "")
+      return values[0][tuple(slice(int(low), int(high), int(step or 1)) for low, high, step in bounds)]
     if i.opcode == "not":
       return np.logical_not(values[0]) if dtype is np.bool_ else np.invert(values[0])
     if i.opcode in _TWO:
