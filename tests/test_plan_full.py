@@ -17,6 +17,8 @@ def test_32_chips_hold_64_sequences_of_128k(latents, weights):
   plan = planned(*FP8_ON_64, *overrides)
   assert plan["fits"]
   assert plan["weights_gib"] <= weights
+  # What the compiler counts is padded to whole tiles.
+  assert plan["decode"]["arguments_gib"] - plan["cache_gib"] <= weights
   assert plan["decode"]["temp_gib"] <= 0.3
   assert plan["decode"]["arguments_gib"] == pytest.approx(plan["weights_gib"] + plan["cache_gib"], rel=0.05)
   assert plan["decode"]["copies"] == []
@@ -52,6 +54,8 @@ def test_16_chips_hold_mxfp4(latents, weights):
   plan = planned(*MXFP4_ON_32, *overrides)
   assert plan["fits"]
   assert plan["weights_gib"] <= weights
+  # What the compiler counts is padded to whole tiles.
+  assert plan["decode"]["arguments_gib"] - plan["cache_gib"] <= weights
   assert plan["decode"]["temp_gib"] <= 0.5
   assert plan["sequences"]["1048576"] >= 40
 
@@ -67,3 +71,22 @@ def test_latency_mode_of_full_size_needs_two_collectives_a_layer(cache):
   assert plan["decode"]["collectives_count"] <= 2 * 93 + 6 + striped
   assert sum(one["count"] for one in found if one["kind"] == "all-to-all") == striped // 2
   assert sum(one["count"] for one in found if one["crosses_data"]) <= 92
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1800)
+def test_32_chips_hold_160_sequences_of_1m_in_eight_bits():
+  size = ("max_target_length=1048576", "plan_slots=160", "plan_phases=decode", "mla_cache_dtype=float8_e4m3fn")
+  plan = planned(*FP8_ON_64, *size)
+  assert plan["fits"]
+  assert plan["decode"]["temp_gib"] <= 0.3
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(1800)
+def test_16_chips_hold_40_sequences_of_1m_beside_a_chunk_of_8192():
+  size = ("max_target_length=1048576", "plan_slots=40", "plan_prefill_rows=1", "prefill_chunk_size=8192")
+  plan = planned(*MXFP4_ON_32, *size)
+  assert plan["fits"]
+  assert plan["decode"]["temp_gib"] <= 0.5
+  assert plan["prefill"]["temp_gib"] <= 1.0

@@ -93,7 +93,7 @@ def test_bytes_groups_and_places_of_collectives():
   assert found["all-to-all"].bytes == 128 * 256 * 4
   assert found["all-to-all"].axes == ("tensor",)
   assert "data" in found["collective-permute"].axes
-  assert all(c.where.startswith("test_plan.") for c in found.values())
+  assert all(c.where.startswith("test_plan_programs.") for c in found.values())
   assert all(c.count == 1 for c in found.values())
 
 

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import glob
 import logging
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -69,8 +70,10 @@ class K3Config(MaxTextConfig):
   parallel_mode: Literal["latency", "throughput"] = Field(
     "latency", description="Over ici_data_parallelism: the same tokens everywhere, or each group its own."
   )
-  mla_cache_mode: Literal["replicated", "striped"] = Field(
-    "replicated", description="MLA's latents on every device of a tensor group, or dealt out by position."
+  mla_cache_mode: Literal["auto", "replicated", "striped"] = Field(
+    "auto",
+    description="MLA's latents on every device of a tensor group, or dealt out by position; auto: striped where "
+    "max_target_length exceeds 4096.",
   )
   mla_cache_dtype: Literal["auto", "float8_e4m3fn"] = Field(
     "auto", description="How MLA's latents are stored: in dtype, or in eight bits (half of bfloat16's memory)."
@@ -87,7 +90,9 @@ class K3Config(MaxTextConfig):
   plan_search: bool = Field(False, description="Find the largest prefill chunk and context together, by compiling.")
   plan_search_compiles: int = Field(6, description="Compiles that plan_search may take, minutes each.", gt=0)
   router_weights: Literal["auto", "replicated", "sharded"] = Field(
-    "auto", description="The router: whole on every device, or split over tensor; auto: as the latent projections are."
+    "auto",
+    description="The router: whole on every device, or split over tensor; auto: split beside split latent projections "
+    "and under weight_format=mxfp4.",
   )
   # Decoding
   prompt_file: str = Field("", description="A file with one prompt a line, decoded as one batch.")
@@ -357,13 +362,26 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
       if key not in given and length and length > values["max_position_embeddings"]:
         extra[key] = values["max_position_embeddings"]
 
+  arguments = [argv[0], path, *(f"{key}={value}" for key, value in given.items() if key not in texts)]
+  config = _read(arguments, extra | texts)
+  if config.ici_tensor_parallelism == -1 and not any(key.startswith("ici_") for key in given):
+    # Nobody has said how the devices are laid out: heads over as many as divide them, the rest are data groups.
+    devices = config.num_target_devices
+    tensor = math.gcd(devices, config.num_query_heads, config.kda_num_heads)
+    if tensor < devices:
+      mesh = {"ici_tensor_parallelism": tensor, "ici_data_parallelism": devices // tensor}
+      config = _read(arguments, extra | texts | mesh)
+  return config
+
+
+def _read(arguments: Sequence[str], values: dict[str, Any]) -> pyconfig.HyperParameters:
+  """pyconfig's reading of a configuration, its mistakes as one line."""
   captured = _ConfigErrors()
   handlers = [h for name in (None, "absl") for h in logging.getLogger(name).handlers]
   for handler in handlers:
     handler.addFilter(captured)
   try:
-    others = [f"{key}={value}" for key, value in given.items() if key not in texts]
-    config = pyconfig.initialize([argv[0], path, *others], config_class=K3Config, **(extra | texts))
+    return pyconfig.initialize(list(arguments), config_class=K3Config, **values)
   except SystemExit as error:
     raise UserError(_one_line(captured.text)) from error
   except (ValueError, TypeError, OSError) as error:  # under pytest MaxText re-raises instead of exiting
@@ -371,4 +389,3 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
   finally:
     for handler in handlers:
       handler.removeFilter(captured)
-  return config

@@ -14,6 +14,8 @@ from MaxText.layers import kda_prefill
 from MaxText.parallel import DATA, ONE, TENSOR, Parallel
 from MaxText.weights import Storage
 
+_REPLICATED_LENGTH = 4096  # up to which mla_cache_mode=auto keeps latents on every device of a tensor group
+
 
 def make_mesh(config: Any, devices: Any = None) -> Mesh:
   """MaxText's device mesh. Of its axes K3 uses `data` and `tensor`.
@@ -44,13 +46,22 @@ def make_mesh(config: Any, devices: Any = None) -> Mesh:
 def _parallel(config: Any, mesh: Mesh | None) -> Parallel:
   if mesh is None:
     return ONE
+  router = config.router_weights
+  if router == "auto":
+    # Free beside split latent projections. MXFP4 is for those who are short of memory: a collective for a GiB.
+    memory_first = config.latent_projections == "sharded" or config.weight_format == "mxfp4"
+    router = "sharded" if memory_first else "replicated"
+  mla_cache = config.mla_cache_mode
+  if mla_cache == "auto":
+    # Stripes cost two collectives a layer; short caches are read faster than that.
+    mla_cache = "striped" if config.max_target_length > _REPLICATED_LENGTH else "replicated"
   parallel = Parallel(
     data=mesh.shape[DATA],
     tensor=mesh.shape[TENSOR],
     batch="split" if config.parallel_mode == "throughput" else "same",
-    mla_cache=config.mla_cache_mode,
+    mla_cache=mla_cache,
     latents=config.latent_projections,
-    router=config.latent_projections if config.router_weights == "auto" else config.router_weights,
+    router=router,
   )
   for key, heads in (("kda_num_heads", config.kda_num_heads), ("base_num_query_heads", config.num_query_heads)):
     if heads % parallel.tensor:

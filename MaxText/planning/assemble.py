@@ -112,7 +112,7 @@ class Plan:
         "prefill_rows": size.rows,
         "prefill_chunk": size.chunk,
         "parallel_mode": config.parallel_mode,
-        "mla_cache_mode": config.mla_cache_mode,
+        "mla_cache_mode": cfg.parallel.mla_cache,
         "mla_cache_dtype": str(cfg.mla_cache_dtype),
         "latent_projections": config.latent_projections,
         "decode_steps_per_dispatch": config.decode_steps_per_dispatch,
@@ -168,7 +168,7 @@ class Plan:
   def _capacity(self) -> dict[str, Any]:
     longest = self.config.max_position_embeddings
     kept = self.cfg.dtype
-    bits = self.layout.with_cache(self.config.mla_cache_mode, "float8_e4m3fn")
+    bits = self.layout.with_cache(self.cfg.parallel.mla_cache, "float8_e4m3fn")
     curves = []
     for mode in ("replicated", "striped"):
       for dtype in (str(kept), "float8_e4m3fn"):
