@@ -85,7 +85,7 @@ def test_answers_questions_in_a_chat_with_and_without_thinking(engine, tokenizer
 
 
 @pytest.mark.parametrize("storage", [("dtype=bfloat16", "weight_dtype=bfloat16"), ("weight_format=block_fp8",),
-                                     ("weight_format=mxfp4",)])  # fmt: skip
+                                     ("weight_format=mxfp4",), ("mla_cache_dtype=float8_e4m3fn",)])  # fmt: skip
 def test_answers_in_every_format(storage, tokenizer):
   config = initialize(["test", "kimi-k3-tiny.yml", *storage])
   engine = load_engine(config, tokenizer.stop_ids, 8, MAX_LENGTH)
@@ -174,7 +174,8 @@ def test_the_checkpoint_is_small_and_in_the_released_layout(config):
   cfg = model_config(from_release, "cpu")
   released.check(kimi_k3.weight_tree(cfg))
   ours = model_config(config, "cpu")
-  assert dataclasses.replace(cfg, dtype=ours.dtype, storage=ours.storage, rolled=ours.rolled) == ours
+  running = {key: getattr(ours, key) for key in ("dtype", "storage", "rolled", "mla_cache_dtype")}
+  assert dataclasses.replace(cfg, **running) == ours
   assert cfg.num_layers >= 13
   assert cfg.num_experts >= 16
   assert cfg.num_experts_per_token == 4
