@@ -22,11 +22,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
-from jax._src import distributed as jax_distributed  # the key-value store has no public name
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from MaxText.errors import UserError
+
+try:  # the key-value store, which has no public name
+  from jax._src.distributed import global_state
+except ImportError as error:
+  raise ImportError(
+    f"jax's private jax._src.distributed.global_state has moved: this was written for jax 0.12.0.1, installed is "
+    f"{jax.__version__}"
+  ) from error
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 DEFAULT_PORT = 1234  # MaxText's
@@ -150,7 +157,7 @@ def initialize(tpu: bool, asked: bool, timeout: int) -> None:
       f"jax.distributed can't start: {error} Set {', '.join(VARIABLES)} in each process's environment, or "
       "skip_jax_distributed_system=true for a run of one process"
     ) from error
-  state = jax_distributed.global_state
+  state = global_state
   _run.place = Place(state.process_id, state.num_processes)
   if _run.place.count > 1:
     if told is None:

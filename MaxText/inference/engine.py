@@ -132,8 +132,7 @@ class Engine:
 
   def _rows(self, rows: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     """An abstract array with one entry a row of the batch."""
-    sharding = NamedSharding(self.mesh, cache_specs(self.cfg).lengths)
-    return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=NamedSharding(self.mesh, self.row_spec))
 
   def lower_prefill(self, slots: int, max_length: int, rows: int, chunk: int) -> jax.stages.Lowered:
     """The program that prefills `chunk` tokens of each of `rows` sequences, lowered for a cache of that size."""
