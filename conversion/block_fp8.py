@@ -1,0 +1,290 @@
+"""MXFP4, and plain floats, into block-FP8: e4m3 values with one float32 scale for each 128×128 block, errors counted.
+
+A matrix comes in the release's orientation, [out, in], and leaves inputs first, as `quantization.BlockFP8` holds it, or
+in the release's own, which is the plain transpose of both arrays (`weight` and `weight_scale_inv` of the Hugging Face
+layout). Scales of MXFP4's blocks are powers of two, so a product value · scale is exact wherever float32 can hold it.
+"""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from MaxText import mxfp4, quantization
+
+BLOCK = quantization.BLOCK
+# e4m3fn holds the multiples of 2^−9 below 2^−6 and four significant bits from there to 448; E2M1 has two significant
+# bits. So m·2^k is exact when its lowest bit is ≥ 2^−9 (½·2^k: k ≥ −8) and m·2^k ≤ 448 (6·2^k: k ≤ 6): spread 14.
+EXACT_SPREAD = 14
+_FP8 = ml_dtypes.float8_e4m3fn
+_FP8_MAX = np.float32(ml_dtypes.finfo(_FP8).max)
+_TOP = 8  # exponent of e4m3's top binade, [256, 448]: E2M1's mantissas, 1 and 1.5, both fit there
+_TOP_CODE = 2  # exponent of E2M1's top binade: 4 and 6
+# A scale is at least float32's least normal number, as devices flush what is smaller. This costs no bit: E8M0 begins at
+# 2^−127, and values down to 2^−9 times the scale are exact.
+_LEAST = -126
+_NONE = 1000  # beyond every exponent: of groups, or bytes, that hold only zeros
+_GROUPS = BLOCK // mxfp4.GROUP  # of one row in a block
+_BYTES = mxfp4.GROUP // 2  # of a group
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+
+
+@dataclass(frozen=True)
+class Exactness:
+  """What a conversion changed. Those of several matrices add up.
+
+  Attributes:
+    elements: values converted.
+    inexact_elements: values whose decoded result differs from the source's. −0 stays −0 and counts as exact.
+    blocks: 128×128 blocks, partial ones included.
+    inexact_blocks: blocks with an inexact element.
+    largest_absolute_error: |decoded − source|, in the weights' own unit.
+    largest_relative_error: |decoded − source| / |source|; 1 where a value became zero.
+  """
+
+  elements: int = 0
+  inexact_elements: int = 0
+  blocks: int = 0
+  inexact_blocks: int = 0
+  largest_absolute_error: float = 0.0
+  largest_relative_error: float = 0.0
+
+  def __add__(self, other: "Exactness") -> "Exactness":
+    return Exactness(
+      self.elements + other.elements,
+      self.inexact_elements + other.inexact_elements,
+      self.blocks + other.blocks,
+      self.inexact_blocks + other.inexact_blocks,
+      max(self.largest_absolute_error, other.largest_absolute_error),
+      max(self.largest_relative_error, other.largest_relative_error),
+    )
+
+
+# Tables from a packed byte to its two values, one row for each k in m·2^k. From k = 9, where a group of halves alone
+# still fits (½·2^9 = 256), down to k = −13, where 6 is under half of 2^−9 and all values become zero.
+_SHIFTS = np.arange(9, -14, -1)
+_PACKED = np.arange(256)
+
+
+def _pairs(table: np.ndarray) -> np.ndarray:
+  """[…, 16], by code -> […, 256, 2], by packed byte."""
+  return table[..., np.stack([_PACKED & 15, _PACKED >> 4], axis=-1)]
+
+
+def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """Flat tables; the first four have an entry for row · 256 + packed byte.
+
+  Returns:
+    Two e4m3 bytes as one uint16; how many of the two are inexact (uint8); the larger error of the two, as a multiple of
+    the group's scale and relative to the value (float64). Entries that overflow e4m3 are NaN: no group reaches them.
+    By packed byte: the exponent of its larger value, rounded down (int16); −`_NONE` where both are zero.
+  """
+  codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+  shifted = np.ldexp(codes, _SHIFTS[:, None])
+  stored = shifted.astype(_FP8)  # to nearest, ties to even
+  errors = np.ldexp(np.abs(stored.astype(np.float64) - shifted), -_SHIFTS[:, None])
+  relative = errors / np.where(codes == 0, 1, np.abs(codes))
+  exponents = np.where(codes == 0, -_NONE, np.frexp(codes)[1] - 1).astype(np.int16)
+  return (
+    np.ascontiguousarray(_pairs(stored.view(np.uint8))).view(np.uint16).ravel(),
+    (_pairs(errors) != 0).sum(axis=-1, dtype=np.uint8).ravel(),
+    _pairs(errors).max(axis=-1).ravel(),
+    _pairs(relative).max(axis=-1).ravel(),
+    _pairs(exponents).max(axis=-1),
+  )
+
+
+_E4M3, _INEXACT, _ERRORS, _RELATIVE, _EXPONENTS = _tables()
+
+
+def from_mxfp4(
+  packed: np.ndarray, scale: np.ndarray, *, inputs_first: bool = True
+) -> tuple[np.ndarray, np.ndarray, Exactness]:
+  """A packed matrix in block-FP8, exact wherever a block can be.
+
+  A block can be when the E8M0 exponents of its groups spread over at most `EXACT_SPREAD`, and for wider ones when the
+  values at the ends happen to fit all the same; groups of zeros don't count. The scale is 2^−6 times the largest
+  group's (at least 2^−126). In wider blocks it is the least power of two that overflows nothing, so that the bits that
+  are lost are the smallest values', rounded to nearest, ties to even. −0 stays −0. A block of zeros has scale 1.
+
+  Args:
+    packed: [out, in / 2] uint8, as `mxfp4.unpack` takes it.
+    scale: [out, in / 32] uint8, biased exponents.
+    inputs_first: whether results are [in, out], or else [out, in].
+
+  Returns:
+    Values e4m3fn [in, out], contiguous; scales float32 [⌈in/128⌉, ⌈out/128⌉]; both transposed where inputs aren't
+    first; what was lost. Beyond the result, memory is a few times one slab of 128 outputs.
+
+  Raises:
+    ValueError: other dtypes, shapes that don't belong together, nothing in them, or a scale of 255 (NaN): says where.
+  """
+  _check(packed, scale)
+  outputs, groups = scale.shape
+  inputs = groups * mxfp4.GROUP
+  result = _Result(outputs, inputs, inputs_first)
+  for rows in result.slabs():
+    result.put(rows, *_slab(np.ascontiguousarray(packed[rows]), scale[rows]))
+  return result.values, result.scales, result.exactness
+
+
+def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.ndarray, np.ndarray, Exactness]:
+  """A plain matrix in block-FP8 as `quantization.quantize_block_fp8` makes it: a block's largest magnitude is 448.
+
+  A block whose scale would be under float32's least normal number (largest magnitude below 5.3e-36) becomes zeros,
+  which are counted: devices flush such a scale to zero anyhow.
+
+  Args:
+    matrix: [out, in] float32, bfloat16 or float16.
+    inputs_first: whether results are [in, out], or else [out, in].
+
+  Returns:
+    As `from_mxfp4`; errors are those of `decode`, in float32.
+
+  Raises:
+    ValueError: another dtype or rank, nothing in it, or a value that isn't finite: says where.
+  """
+  if matrix.dtype not in _FLOATS or matrix.ndim != 2 or not matrix.size:
+    raise ValueError(f"a matrix of float32, bfloat16 or float16 is wanted, not {matrix.dtype} {matrix.shape}")
+  result = _Result(*matrix.shape, inputs_first)
+  starts = np.arange(0, matrix.shape[1], BLOCK)
+  for rows in result.slabs():
+    source = matrix[rows].astype(np.float32)
+    if not np.isfinite(source).all():
+      output, column = np.argwhere(~np.isfinite(source))[0]
+      raise ValueError(f"the matrix holds {source[output, column]} at output {rows.start + output}, input {column}")
+    largest = np.maximum.reduceat(np.abs(source).max(axis=0), starts)
+    lost = np.repeat(largest / _FP8_MAX < np.finfo(np.float32).tiny, BLOCK)[: matrix.shape[1]]
+    # Blocks are squares, so the transpose of a matrix has the transposed values and scales.
+    values, scales = quantization.quantize_block_fp8(source * np.where(lost, np.float32(0), np.float32(1)))
+    errors = np.abs(decode(values, scales).astype(np.float64) - source)
+    inexact = np.logical_or.reduceat(errors.any(axis=0), starts)
+    relative = np.divide(errors, np.abs(source), out=np.zeros_like(errors), where=errors > 0)
+    found = Exactness(
+      inexact_elements=int(np.count_nonzero(errors)),
+      inexact_blocks=int(inexact.sum()),
+      largest_absolute_error=float(errors.max()),
+      largest_relative_error=float(relative.max()),
+    )
+    result.put(rows, values.view(np.uint8), scales[0], found)
+  return result.values, result.scales, result.exactness
+
+
+def decode(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+  """Block-FP8 of either orientation -> float32 of the same shape, for verification.
+
+  What `from_mxfp4` made without loss equals `mxfp4.unpack` of its source bit for bit; beyond float32's range both are
+  infinite.
+
+  Args:
+    values: [I, O] e4m3fn.
+    scales: [⌈I/128⌉, ⌈O/128⌉] float32.
+
+  Raises:
+    ValueError: other dtypes, or shapes that don't belong together.
+  """
+  wanted = tuple(-(-n // BLOCK) for n in values.shape)
+  if values.dtype != _FP8 or scales.dtype != np.float32 or values.ndim != 2 or scales.shape != wanted:
+    raise ValueError(
+      f"values {values.dtype} {values.shape} and scales {scales.dtype} {scales.shape} aren't block-FP8 of a matrix"
+    )
+  with np.errstate(over="ignore"):
+    return values.astype(np.float32) * quantization.spread_scales(scales, values.shape)
+
+
+class _Result:
+  """Arrays that slabs of 128 outputs are put into, in the orientation wanted."""
+
+  def __init__(self, outputs: int, inputs: int, inputs_first: bool):
+    blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
+    turn = (lambda pair: pair[::-1]) if inputs_first else (lambda pair: pair)
+    values, self.scales = np.empty(turn((outputs, inputs)), np.uint8), np.empty(turn(blocks), np.float32)
+    self.values = values.view(_FP8)
+    self.exactness = Exactness(elements=outputs * inputs, blocks=blocks[0] * blocks[1])
+    # The same memory, outputs first.
+    self._bytes, self._scales = (values.T, self.scales.T) if inputs_first else (values, self.scales)
+
+  def slabs(self) -> list[slice]:
+    """The rows of each slab; the last may be partial."""
+    outputs = len(self._bytes)
+    return [slice(start, min(start + BLOCK, outputs)) for start in range(0, outputs, BLOCK)]
+
+  def put(self, rows: slice, values: np.ndarray, scales: np.ndarray, found: Exactness) -> None:
+    """Values [rows, in] uint8 and scales [⌈in/128⌉] of one slab; `found` without its numbers of elements and blocks."""
+    self._bytes[rows] = values
+    self._scales[rows.start // BLOCK] = scales
+    self.exactness += found
+
+
+def _check(packed: np.ndarray, scale: np.ndarray) -> None:
+  """Raises what `from_mxfp4` says."""
+  if packed.dtype != np.uint8 or scale.dtype != np.uint8:
+    raise ValueError(f"weight_packed and weight_scale must be uint8, not {packed.dtype} and {scale.dtype}")
+  fitting = packed.ndim == scale.ndim == 2 and packed.shape == (scale.shape[0], scale.shape[1] * _BYTES)
+  if not fitting or not packed.size:
+    raise ValueError(f"weight_packed {packed.shape} and weight_scale {scale.shape} don't belong together, or are empty")
+  bad = scale == mxfp4.NAN_SCALE
+  if bad.any():
+    output, group = np.argwhere(bad)[0]
+    first = group * mxfp4.GROUP
+    raise ValueError(
+      f"weight_scale holds {mxfp4.NAN_SCALE}, which is NaN, at [{output}, {group}]: output {output}, "
+      f"inputs {first} to {first + mxfp4.GROUP - 1} ({np.count_nonzero(bad)} in all)"
+    )
+
+
+def _slab(packed: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, Exactness]:
+  """One row of blocks.
+
+  Args:
+    packed: [R ≤ 128, in / 2] uint8, contiguous.
+    scale: [R, in / 32] uint8.
+
+  Returns:
+    e4m3 bytes [R, in] uint8; scales [⌈in/128⌉] float32; what was lost, without numbers of elements and blocks.
+  """
+  groups = packed.reshape(*scale.shape, _BYTES)
+  exponents = scale.astype(np.int16) - np.int16(127)
+  words = groups.view(np.uint64)
+  filled = (words[..., 0] | words[..., 1]) & np.uint64(0x7777777777777777) != 0  # all bits but the signs
+  starts = np.arange(0, scale.shape[1], _GROUPS)
+  largest = np.maximum.reduceat(np.where(filled, exponents, np.int16(-_NONE)).max(axis=0), starts)
+  smallest = np.minimum.reduceat(np.where(filled, exponents, np.int16(_NONE)).min(axis=0), starts)
+  block_exponents = np.maximum(largest + _TOP_CODE - _TOP, _LEAST)
+  block_exponents[largest == -_NONE] = 0
+  found = Exactness()
+  for block in np.flatnonzero(largest - smallest > EXACT_SPREAD):
+    part = slice(block * _GROUPS, (block + 1) * _GROUPS)
+    block_exponents[block], lost = _wide(groups[:, part], exponents[:, part])
+    found += lost
+  entries = _entries(groups, exponents, np.repeat(block_exponents, _GROUPS)[: scale.shape[1]])
+  # "clip" spares a check: every entry is in the table.
+  values = np.take(_E4M3, entries, mode="clip").reshape(packed.shape).view(np.uint8)
+  return values, np.ldexp(np.float32(1), block_exponents), found
+
+
+def _entries(groups: np.ndarray, exponents: np.ndarray, scale_exponents: np.ndarray | int) -> np.ndarray:
+  """Packed bytes [R, G, 16] and their groups' exponents [R, G] -> where to look them up, uint16 [R, G, 16]."""
+  # Outside the table lie groups of zeros, for which every row is right, and those that become zero.
+  rows = np.clip(_SHIFTS[0] - (exponents - scale_exponents), 0, len(_SHIFTS) - 1).astype(np.uint16)
+  return (rows << 8)[..., None] | groups
+
+
+def _wide(groups: np.ndarray, exponents: np.ndarray) -> tuple[int, Exactness]:
+  """The scale's exponent of a block whose groups' exponents spread too far, found from its values, and what is lost.
+
+  Args:
+    groups: [R, ≤ 4, 16] uint8.
+    exponents: [R, ≤ 4] int16.
+  """
+  # Not below `_LEAST`: with such a spread the top is at least 2^−113.
+  scale_exponent = int((_EXPONENTS[groups].max(axis=-1) + exponents).max()) - _TOP
+  entries = _entries(groups, exponents, scale_exponent)
+  inexact = int(_INEXACT[entries].sum(dtype=np.int64))
+  lost = Exactness(
+    inexact_elements=inexact,
+    inexact_blocks=int(inexact > 0),
+    largest_absolute_error=float(np.ldexp(_ERRORS[entries].max(axis=-1), exponents).max()),
+    largest_relative_error=float(_RELATIVE[entries].max()),
+  )
+  return scale_exponent, lost
