@@ -162,7 +162,7 @@ VALID = b'{"first.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}%s}
 FILES = {
   "empty": (b"", "cut short"),
   "seven bytes": (b"\0" * 7, "cut short"),
-  "header over the limit": (struct.pack("<Q", headers.MAX_HEADER + 1) + b"{}", "100,000,001 bytes, more than the 100,000,000"),
+  "header over the limit": (struct.pack("<Q", headers.MAX_HEADER + 1) + b"{}", "100,000,001 bytes, more than the"),
   "header of 2⁶⁴−1": (b"\xff" * 8 + b"{}", "18,446,744,073,709,551,615 bytes, more than"),
   "header beyond the file": (struct.pack("<Q", 3) + b"{}", "cut short"),
   "no JSON": (b"{]", "not JSON"),
