@@ -86,7 +86,7 @@ class Weight:
     return self.arrange(*tensors).reshape(self.shape)
 
   def arrange(self, *tensors: np.ndarray) -> np.ndarray:
-    """Inputs first, the sources side by side; not yet folded. Serves values and their scales alike."""
+    """Inputs first, the sources side by side. Serves values and their scales alike."""
     if self.assemble is not None:
       return self.assemble(*tensors)
     (tensor,) = tensors

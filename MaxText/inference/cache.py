@@ -24,7 +24,7 @@ class DecodeCache(NamedTuple):
 
   Attributes:
     leading_kda, kda: recurrent state [N, S, H, K, V] float32 and conv history [N, S, W-1, 3, H, K].
-    leading_mla, mla: latents [N, S, max_length, L + R].
+    leading_mla, mla: latents [N, S, positions, width]; see `MlaCache`.
     lengths: [S] int32, tokens seen by each slot.
   """
 
