@@ -12,11 +12,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText import quantization
 from MaxText.errors import UserError
+from quantized_matmul import stack_format
 
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -244,14 +244,13 @@ def shardings(tree: WeightTree, mesh: Mesh, rules: Any, storage: Storage) -> dic
 def formats(placements: Any) -> Any:
   """Shardings of parameters -> what they cross the boundary of a jitted function with: row-major where quantised.
 
-  Left to itself, a TPU's compiler gives an array whose rows are no multiple of 128 the layout that pads least, and
-  copies the whole stack into the row-major one that a kernel reads. On a CPU the format changes nothing.
+  See `quantized_matmul.stack_format`.
   """
 
   def one(node: Any) -> Any:
     if not isinstance(node, quantization.Quantized):
       return node
-    return jax.tree.map(lambda s: Format(Layout(major_to_minor=tuple(range(len(s.spec)))), s), node)
+    return jax.tree.map(lambda s: stack_format(len(s.spec), s), node)
 
   return jax.tree.map(one, placements, is_leaf=lambda node: isinstance(node, quantization.Quantized))
 
