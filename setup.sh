@@ -125,7 +125,11 @@ build() {
     pip_install --no-deps --require-hashes --only-binary :all: -r "$root/requirements.lock"
   fi
   pip_install --no-deps --no-build-isolation --editable "$root"
-  "$venv/bin/python" -m pip check >"$venv/setup.log" || fail "the locked packages don't fit: $(cat "$venv/setup.log")"
+  # google-jetstream lists packages that its server doesn't import, TensorFlow behind one of them: the lock has none.
+  "$venv/bin/python" -m pip check >"$venv/setup.log" || true
+  if grep -v -e '^google-jetstream .* requires .*, which is not installed\.$' -e '^No broken' "$venv/setup.log"; then
+    fail "the locked packages don't fit together (above)"
+  fi >&2
   wanted_stamp "$version"$'\t'"$base" >"$stamp.new"
   mv -- "$stamp.new" "$stamp"
   say "ready after $((SECONDS - started)) s"
