@@ -1,11 +1,16 @@
 """The released checkpoint layout: sharded safetensors with an index, read straight into a model's parameters.
 
+A matrix is plain (`weight`), packed in MXFP4 (`weight_packed`, `weight_scale`) or in block-FP8 as DeepSeek publishes it
+(`weight` in e4m3, `weight_scale_inv` with a float32 for each 128×128 block; a value is their product).
+
 What a tensor should look like comes from the weights' declarations; anything that doesn't agree is an error that names
 the tensor: missing, unknown, listed twice, of another shape, or in a shard that isn't whole.
 """
 
 import json
+import math
 import os
+import struct
 from typing import Any
 
 import jax
@@ -14,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from MaxText import mxfp4, quantization
+from MaxText.converted.manifest import is_converted, read_manifest
 from MaxText.errors import UserError
 from MaxText.progress import progress
 from MaxText.weights import Source, Stack, Storage, Weight, WeightTree, is_stack
@@ -21,9 +27,35 @@ from MaxText.weights import Source, Stack, Storage, Weight, WeightTree, is_stack
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FLOATS = ("BF16", "F32", "F16")  # of plain tensors: members of the family differ in which they use where
+_FP8, _FP8_DTYPE = "F8_E4M3", np.dtype(ml_dtypes.float8_e4m3fn)
 _TEXT_PREFIX = "language_model."
 # The text model doesn't use these; they are the only tensors that may be there and not be read.
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
+_BLOCK_SCALES = ".weight_scale_inv"
+ASSETS = os.path.join(os.path.dirname(__file__), "assets")
+
+
+def checkpoint_directory(config: Any) -> str:
+  """`load_parameters_path` as given, or among the checkpoints that ship with the project.
+
+  Raises:
+    UserError: it isn't set.
+  """
+  path = config.load_parameters_path
+  if not path:
+    raise UserError("load_parameters_path is not set: name the directory of a checkpoint, released or converted")
+  if not os.path.exists(path) and os.path.isdir(os.path.join(ASSETS, path)):
+    return os.path.normpath(os.path.join(ASSETS, path))
+  return path
+
+
+def check_is_safetensors(directory: str) -> None:
+  """Raises `UserError` for a conversion that hasn't finished, and for a converted checkpoint of TensorStore arrays."""
+  if is_converted(directory) and read_manifest(directory).layout == "maxtext":
+    raise UserError(
+      f"{directory} is a converted checkpoint of layout=maxtext: decode.py, score.py and serve.py read it "
+      "(load_parameters_path), and conversion.verify checks it; here safetensors in the released layout are wanted"
+    )
 
 
 class ReleasedCheckpoint:
@@ -33,11 +65,13 @@ class ReleasedCheckpoint:
   """
 
   def __init__(self, directory: str):
-    """Raises `UserError` for a directory, index or shard that is missing or broken."""
+    """Raises `UserError` for a directory, index or shard that is missing or broken; see `check_is_safetensors` too."""
     self.directory = directory
     if not os.path.isdir(directory):
       raise UserError(f"load_parameters_path={directory} is not a directory")
+    check_is_safetensors(directory)
     self._files: dict[str, Any] = {}
+    self._fp8_offsets: dict[str, dict[str, int]] = {}  # of each file whose e4m3 tensors were asked for
     where = self._read_index()
     self._where = {self._strip(name): (file, name) for name, file in where.items()}
     if len(self._where) < len(where):
@@ -94,10 +128,24 @@ class ReleasedCheckpoint:
 
   def _get(self, name: str) -> np.ndarray:
     file, full_name = self._where[name]
+    if self._dtype(name) == _FP8:
+      return self._get_fp8(file, full_name, self._shape(name))
     return self._open(file).get_tensor(full_name)
 
+  def _get_fp8(self, file: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The safetensors library gives such a tensor to every framework but NumPy; it has checked where it lies."""
+    path = os.path.join(self.directory, file)
+    if file not in self._fp8_offsets:
+      with open(path, "rb") as f:
+        (length,) = struct.unpack("<Q", f.read(8))
+        header = json.loads(f.read(length))
+      self._fp8_offsets[file] = {
+        tensor: 8 + length + entry["data_offsets"][0] for tensor, entry in header.items() if entry.get("dtype") == _FP8
+      }
+    return np.fromfile(path, _FP8_DTYPE, math.prod(shape), offset=self._fp8_offsets[file][name]).reshape(shape)
+
   def tensors_of(self, prefix: str, source: Source) -> tuple[str, ...]:
-    """Names of the tensors that hold a source: one, or a packed pair. A pair in the index wins nothing by being
+    """Names of the tensors that hold a source: one, or values and scales. A pair in the index wins nothing by being
     declared: what the index holds decides.
 
     Raises:
@@ -105,34 +153,42 @@ class ReleasedCheckpoint:
     """
     plain = f"{prefix}{source.name}{source.suffix}"
     packed = (f"{prefix}{source.name}.weight_packed", f"{prefix}{source.name}.weight_scale")
+    blocks = f"{prefix}{source.name}{_BLOCK_SCALES}"
     there = [n for n in packed if n in self.names]
-    if plain in self.names and there:
-      raise UserError(f"{self.directory} holds {plain} twice: also as {there[0]}")
+    if there and (plain in self.names or blocks in self.names):
+      raise UserError(f"{self.directory} holds {plain if plain in self.names else blocks} twice: also as {there[0]}")
     if len(there) == 1:
       raise UserError(f"{self.directory} holds {there[0]} without its {'scale' if 'packed' in there[0] else 'values'}")
     if not there and plain not in self.names:
-      raise UserError(f"{self.directory} lacks {plain}")
+      without = f"holds {blocks} without its values" if blocks in self.names else f"lacks {plain}"
+      raise UserError(f"{self.directory} {without}")
     if there:
       out, inputs = source.shape
-      expected = {packed[0]: [(out, inputs // 2)], packed[1]: [(out, inputs // mxfp4.GROUP)]}
+      expected = {packed[0]: ([(out, inputs // 2)], ("U8",)), packed[1]: ([(out, inputs // mxfp4.GROUP)], ("U8",))}
+    elif blocks in self.names:
+      # Only matrices come so: scales of anything else have no right shape.
+      scales = [tuple(-(-n // quantization.BLOCK) for n in source.shape)] if len(source.shape) == 2 else []
+      expected = {plain: ([source.shape], (_FP8,)), blocks: (scales, ("F32",))}
     else:
-      expected = {plain: [source.shape, *source.also]}
-    for name, shapes in expected.items():
+      expected = {plain: ([source.shape, *source.also], _FLOATS)}
+    for name, (shapes, dtypes) in expected.items():
       if self._shape(name) not in shapes:
         raise UserError(
           f"{name} in {self.directory} has shape {self._shape(name)}, the configuration wants "
-          f"{' or '.join(map(str, shapes))}"
+          f"{' or '.join(map(str, shapes)) or 'none such'}"
         )
-      allowed = ("U8",) if there else _FLOATS
-      if self._dtype(name) not in allowed:
-        raise UserError(f"{name} in {self.directory} is {self._dtype(name)}, not {' or '.join(allowed)}")
+      if self._dtype(name) not in dtypes:
+        raise UserError(f"{name} in {self.directory} is {self._dtype(name)}, not {' or '.join(dtypes)}")
     return tuple(expected)
 
   def read(self, prefix: str, source: Source) -> np.ndarray:
-    """A source's values, unpacked where they are packed."""
+    """A source's values, decoded where they are quantised."""
     names = self.tensors_of(prefix, source)
     if len(names) == 1:
       return self._get(names[0])
+    if names[1].endswith(_BLOCK_SCALES):
+      values, scales = self.read_block_fp8(prefix, source)
+      return values.astype(np.float32) * quantization.spread_scales(scales, values.shape)
     return mxfp4.unpack(*self.read_packed(prefix, source))
 
   def read_packed(self, prefix: str, source: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -142,12 +198,29 @@ class ReleasedCheckpoint:
       UserError: it isn't packed, or a scale is NaN.
     """
     names = self.tensors_of(prefix, source)
-    if len(names) == 1:
+    if len(names) == 1 or names[1].endswith(_BLOCK_SCALES):
       raise UserError(f"{names[0]} in {self.directory} isn't packed: weight_format=mxfp4 needs MXFP4 experts")
     packed, scale = map(self._get, names)
     if np.any(scale == mxfp4.NAN_SCALE):
       raise UserError(f"{names[1]} in {self.directory} holds {mxfp4.NAN_SCALE}, which is NaN")
     return packed, scale
+
+  def read_block_fp8(self, prefix: str, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix in block-FP8: as it is stored so, or quantised now.
+
+    Returns:
+      Values e4m3 [out, in], scales float32 [⌈out/128⌉, ⌈in/128⌉].
+
+    Raises:
+      UserError: a stored scale isn't a finite number.
+    """
+    names = self.tensors_of(prefix, source)
+    if len(names) == 1 or not names[1].endswith(_BLOCK_SCALES):
+      return quantization.quantize_block_fp8(self.read(prefix, source).astype(np.float32))
+    values, scales = map(self._get, names)
+    if not np.all(np.isfinite(scales)):
+      raise UserError(f"{names[1]} in {self.directory} holds a scale that isn't a finite number")
+    return values, scales
 
   def check(self, tree: WeightTree) -> None:
     """Compares all names and shapes with a model's declarations, reading no values.
@@ -169,7 +242,8 @@ class ReleasedCheckpoint:
 def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, storage: Storage, shardings: Any) -> dict[str, Any]:
   """Reads a checkpoint into parameters in the shape of `tree`, each device filled with its own part.
 
-  Packed experts are kept as they are under `weight_format=mxfp4`, and decoded under the others.
+  Packed experts are kept as they are under `weight_format=mxfp4`, matrices in block-FP8 under `block_fp8`; under the
+  other formats they are decoded.
 
   Args:
     storage: dtype and format to hold the weights in.
@@ -185,12 +259,9 @@ def load(checkpoint: ReleasedCheckpoint, tree: WeightTree, storage: Storage, sha
       """One instance: (values,) or (values, scales)."""
       if stack.form(storage) is quantization.MXFP4:
         return _packed(checkpoint, prefix, stack.weight)
-      value = stack.weight.from_release(*(checkpoint.read(prefix, source) for source in stack.weight.sources))
       if stack.form(storage) is quantization.BlockFP8:
-        values, scales = quantization.quantize_block_fp8(value.astype(np.float32))
-        scales = quantization.spread_scales(scales, values.shape).reshape(stack.weight.shape)
-        every = tuple(slice(None, None, run) for run in stack.runs(storage))
-        return values.reshape(stack.weight.shape), scales[every]
+        return _block_fp8(checkpoint, prefix, stack, storage)
+      value = stack.weight.from_release(*(checkpoint.read(prefix, source) for source in stack.weight.sources))
       return (value.astype(stack.dtype(storage)),)
 
     scales_of: dict[str, np.ndarray] = {}  # read with the values, placed after them
@@ -234,3 +305,12 @@ def _packed(checkpoint: ReleasedCheckpoint, prefix: str, weight: Weight) -> tupl
     n // run for n, run in zip(weight.shape, quantization.runs(quantization.MXFP4, weight.shape), strict=True)
   )
   return np.ascontiguousarray(values).view(ml_dtypes.float4_e2m1fn), scales.reshape(scale_shape)
+
+
+def _block_fp8(
+  checkpoint: ReleasedCheckpoint, prefix: str, stack: Stack, storage: Storage
+) -> tuple[np.ndarray, np.ndarray]:
+  """A weight's e4m3 values, rearranged to inputs first without being decoded, and its scales, one for each run."""
+  pairs = [checkpoint.read_block_fp8(prefix, source) for source in stack.weight.sources]
+  values = stack.weight.arrange(*(values for values, _ in pairs)).reshape(stack.weight.shape)
+  return values, stack.block_scales(storage, [scales for _, scales in pairs])

@@ -4,8 +4,9 @@ Layers declare their weights with `Weight`; the model arranges them in a tree of
 kind). Initialisation, abstract trees, shardings, byte counts and the checkpoint reader all derive from that tree.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -92,6 +93,17 @@ class Weight:
     (tensor,) = tensors
     return tensor.T if tensor.ndim == 2 else tensor
 
+  @functools.cached_property
+  def outputs_together(self) -> int:
+    """How many consecutive outputs of the arranged matrix always come from one 128×128 block of one source, up to 128.
+
+    It is less where sources alternate, such as the q, k and v of heads smaller than a block.
+    """
+    blocks = [np.arange(source.shape[0])[:, None] // quantization.BLOCK for source in self.sources]
+    offsets = np.cumsum([0, *(block[-1, 0] + 1 for block in blocks)])
+    (arranged,) = self.arrange(*(block + offset for block, offset in zip(blocks, offsets[:-1], strict=True)))
+    return math.gcd(quantization.BLOCK, *(np.flatnonzero(np.diff(arranged)) + 1).tolist())
+
   def to_release(self, value: np.ndarray) -> tuple[np.ndarray, ...]:
     if self.disassemble is not None:
       return self.disassemble(value)
@@ -152,10 +164,29 @@ class Stack:
     return quantization.FORMS.get(name)
 
   def runs(self, storage: Storage) -> tuple[int, ...]:
-    """How many values of each dimension of one instance a scale covers, on any device."""
+    """How many values of each dimension of one instance a scale covers, on any device.
+
+    In block-FP8 that is as many as lie in one 128×128 block of a released matrix, wherever a device's part begins: a
+    block that the split cuts has its scale once for each run.
+    """
     ways = dict(storage.ways)
     local = tuple(n // ways.get(axis, 1) for n, axis in zip(self.weight.shape, self.weight.axes, strict=True))
-    return quantization.runs(self.form(storage), local)
+    inputs, outputs = quantization.runs(self.form(storage), local)
+    return inputs, math.gcd(outputs, self.weight.outputs_together)
+
+  def block_scales(self, storage: Storage, scales: Sequence[np.ndarray]) -> np.ndarray:
+    """Scales of the sources' 128×128 blocks -> those of one instance, one for each of `runs`.
+
+    Args:
+      scales: of each source [⌈out/128⌉, ⌈in/128⌉], as released.
+
+    Returns:
+      [in / run, out / run].
+    """
+    block, sources = quantization.BLOCK, self.weight.sources
+    by_output = [np.repeat(s, block, axis=0)[: source.shape[0]] for s, source in zip(scales, sources, strict=True)]
+    down, across = self.runs(storage)
+    return self.weight.arrange(*by_output)[np.arange(0, self.weight.shape[0], down) // block, ::across]
 
   def arrays(self, storage: Storage) -> Any:
     """What the weight is held in: a `ShapeDtypeStruct`, or a quantised weight of two of them."""

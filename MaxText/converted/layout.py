@@ -64,8 +64,9 @@ class DiskArray:
     return {
       "driver": "zarr3",
       "kvstore": {"driver": "file", "path": os.path.join(directory, WEIGHTS, self.name) + "/"},
-      # Otherwise a file of zeros would be left out, and couldn't be told from one that isn't there.
+      # A file of zeros is written like any other, so that one that is missing isn't taken for zeros.
       "store_data_equal_to_fill_value": True,
+      "fill_missing_data_reads": False,
       "metadata": {
         "shape": list(self.shape),
         "data_type": self.dtype,
@@ -148,6 +149,23 @@ def stored_weights(cfg: ModelConfig, storage: Storage) -> dict[str, StoredWeight
   tree = kimi_k3.weight_tree(dataclasses.replace(cfg, parallel=parallel))
   leaves = jax.tree.leaves_with_path(tree, is_leaf=is_stack)
   return {name: _stored(name, stack, storage) for name, stack in ((_dotted(path), stack) for path, stack in leaves)}
+
+
+def arrays_of(stored: dict[str, StoredWeight]) -> dict[str, dict[str, Any]]:
+  """What a manifest says of the arrays, as JSON has it: their dtypes, and their shapes whole, in a file and in a part.
+
+  Whoever opens an array goes by the model alone, without a look at the array's own metadata. So this has to be equal.
+  """
+  return {
+    array.name: {
+      "dtype": array.dtype,
+      "shape": list(array.shape),
+      "file": list(array.file_shape),
+      "part": list(array.part_shape),
+    }
+    for weight in stored.values()
+    for array in weight.arrays
+  }
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

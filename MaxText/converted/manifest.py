@@ -6,7 +6,7 @@ manifest holds that file's own sha256, so that one short file vouches for everyt
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from MaxText.errors import UserError
@@ -35,6 +35,7 @@ class Manifest:
     exactness: sums of what was lost, as `conversion.block_fp8.Exactness` has them.
     source: what it was made of: path and sha256 of its config.json and its index.
     tool: versions of this project and of what wrote the files.
+    arrays: `layout.arrays_of` what was written; empty in layout "hf".
   """
 
   layout: str
@@ -46,6 +47,7 @@ class Manifest:
   exactness: dict[str, Any]
   source: dict[str, Any]
   tool: dict[str, str]
+  arrays: dict[str, Any] = field(default_factory=dict)
 
   @property
   def experts(self) -> str:
