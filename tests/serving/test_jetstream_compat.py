@@ -58,7 +58,7 @@ def test_another_version_is_named_where_something_breaks(monkeypatch):
   monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9")
   compat.load("engine.engine_api", "Engine")  # what works isn't complained about
   for module, name in (("engine.engine_api", "Gone"), ("core.gone", "x")):
-    with pytest.raises(UserError, match="0.2.2 is what this was tested with, found 9.9.9"):
+    with pytest.raises(UserError, match=r"0\.2\.2 is what this was tested with, found 9\.9\.9"):
       compat.load(module, name)
 
 
