@@ -223,13 +223,19 @@ class ResponseStream:
     self._tag = None
     return self._deliver(self._text.flush())
 
+  @property
+  def in_content(self) -> bool:
+    """Whether text that came now would be content."""
+    return self._tag is None and not self._in_other() and not self._in_reasoning()
+
   def _deliver(self, text: str) -> Response:
     if self._in_other():
       self.other += text
       return Response("", "")
-    if self._elements and self._elements[-1] == "think":
-      return Response(text, "")
-    return Response("", text)
+    return Response(text, "") if self._in_reasoning() else Response("", text)
+
+  def _in_reasoning(self) -> bool:
+    return bool(self._elements) and self._elements[-1] == "think"
 
   def _in_other(self) -> bool:
     return any(element not in ("message", "think", "response") for element in self._elements)

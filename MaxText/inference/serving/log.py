@@ -1,4 +1,4 @@
-"""One line of JSON a request, on stderr: counts, times and how it ended; never a prompt or an answer."""
+"""One line of JSON a request, on stderr: counts, times and how it ended; a prompt where asked for, never an answer."""
 
 import json
 import sys
@@ -20,9 +20,14 @@ class RequestLog:
     self._started = time.monotonic()
     self._first: float | None = None
     self._prompt_tokens = self._tokens = 0
+    self._shown: dict[str, object] = {}
 
   def prompt(self, tokens: int) -> None:
     self._prompt_tokens += tokens
+
+  def show_prompt(self, prompt: object) -> None:
+    """Has the line hold the prompt itself: for an owner who asks for that with `serve_log_prompts`."""
+    self._shown = {"prompt": prompt}
 
   def token(self) -> None:
     """Notes a generated token as it is delivered."""
@@ -48,5 +53,6 @@ class RequestLog:
       "tokens": self._tokens,
       "first_token_s": None if self._first is None else round(self._first, 4),
       "seconds": round(time.monotonic() - self._started, 4),
+      **self._shown,
     }
     print(json.dumps(line), file=sys.stderr, flush=True)
