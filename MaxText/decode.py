@@ -24,7 +24,8 @@ from MaxText.configs.resolve import describe_implementations, model_config
 from MaxText.distributed import fetch, wait_for_all
 from MaxText.errors import UserError, exit_on_user_error
 from MaxText.inference.chat import ResponseStream, render_chat
-from MaxText.inference.engine import NO_TOKEN, Engine, check_fits, checkpoint_directory, load_engine
+from MaxText.inference.engine import Engine, check_fits, checkpoint_directory, load_engine
+from MaxText.inference.steps import FAILED, NO_TOKEN
 from MaxText.inference.tokenizer import K3Tokenizer, StreamDecoder
 from MaxText.progress import say
 
@@ -145,7 +146,6 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
   max_length = config.max_target_length
   remaining = np.zeros(slots, np.int32)
   remaining[: len(prompts)] = [max_length - len(p) for p in prompts]
-  seeds = np.full(slots, config.decode_sampling_seed)
 
   started = time.perf_counter()
   engine.compile(slots, max_length, max(map(len, prompts)))
@@ -156,6 +156,8 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
 
   def show(tokens):
     for token, output in zip(tokens[: len(outputs)], outputs, strict=True):
+      if token == FAILED:
+        raise RuntimeError("the model's logits are not finite")
       if token != NO_TOKEN:
         piece = output.push(int(token))
         if alone:
@@ -164,7 +166,7 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
   with profiled(config):
     started = time.perf_counter()
     logits, cache = engine.prefill(prompts, engine.init_cache(slots, max_length))
-    state = engine.start(logits, cache, remaining, seeds)
+    state = engine.start(logits, cache, remaining)
     show(fetch(state.tokens))
     prefilled = time.perf_counter()
     while np.any(fetch(state.active)):

@@ -95,7 +95,7 @@ def compiled_loop(engine: Engine, prompts: np.ndarray, max_length: int) -> Run:
 
   def run(tokens):
     logits, cache = engine.prefill(prompts.tolist(), engine.init_cache(slots, max_length))
-    state = engine.start(logits, cache, np.full(slots, tokens + 1), np.zeros(slots))
+    state = engine.start(logits, cache, np.full(slots, tokens + 1))
     ids = [np.asarray(state.tokens)[None]]
     jax.block_until_ready(state)
     started = time.perf_counter()
@@ -113,21 +113,21 @@ def python_loop(engine: Engine, prompts: np.ndarray, max_length: int) -> Run:
   slots = len(prompts)
   active = jnp.ones(slots, bool)
 
-  def step(params, tokens, keys, cache):
+  def step(params, tokens, sampling, cache):
     logits, cache = kimi_k3.decode_step(engine.cfg, params, tokens, active, cache)
-    return sample(engine.sampling, logits, keys, cache.lengths), cache
+    return sample(sampling, logits, cache.lengths), cache
 
   step = jax.jit(step, donate_argnums=(3,))
 
   def run(tokens):
     logits, cache = engine.prefill(prompts.tolist(), engine.init_cache(slots, max_length))
-    state = engine.start(logits, cache, np.full(slots, tokens + 1), np.zeros(slots))
-    last, cache, keys = state.tokens, state.cache, state.keys
+    state = engine.start(logits, cache, np.full(slots, tokens + 1))
+    last, cache, sampling = state.tokens, state.cache, state.sampling
     ids = [np.asarray(last)]
     jax.block_until_ready(state)
     started = time.perf_counter()
     for _ in range(tokens):
-      last, cache = step(engine.params, last, keys, cache)
+      last, cache = step(engine.params, last, sampling, cache)
       ids.append(np.asarray(last))
     seconds = time.perf_counter() - started
     return seconds, np.stack(ids, axis=1)

@@ -32,7 +32,7 @@ def main(argv):
   prompts = [list(rng.integers(0, config.vocab_size, n)) for n in LENGTHS]
   logits, cache = engine.prefill(prompts, engine.init_cache(slots, max_length))
   prefilled = np.asarray(logits)
-  state = engine.start(logits, cache, np.full(slots, STEPS + 1), np.zeros(slots, int))
+  state = engine.start(logits, cache, np.full(slots, STEPS + 1))
   tokens = [np.asarray(state.tokens)]
   while np.any(state.active):
     out, state = engine.generate(state)

@@ -15,7 +15,8 @@ from MaxText.configs.k3_config import initialize
 from MaxText.configs.resolve import model_config
 from MaxText.inference.cache import init_cache
 from MaxText.inference.chat import parse_response, render_chat
-from MaxText.inference.engine import NO_TOKEN, Engine, checkpoint_directory, load_engine
+from MaxText.inference.engine import Engine, checkpoint_directory, load_engine
+from MaxText.inference.steps import NO_TOKEN
 from MaxText.inference.tokenizer import K3Tokenizer
 from MaxText.models import kimi_k3
 
@@ -48,7 +49,7 @@ def generate(engine: Engine, prompts: list[list[int]], max_length: int = MAX_LEN
   logits, cache = engine.prefill(prompts, engine.init_cache(slots, max_length))
   remaining = np.zeros(slots, np.int32)
   remaining[: len(prompts)] = [max_length - len(p) for p in prompts]
-  state = engine.start(logits, cache, remaining, np.zeros(slots, int))
+  state = engine.start(logits, cache, remaining)
   rows = [np.asarray(state.tokens)[None]]
   while np.any(state.active):
     tokens, state = engine.generate(state)

@@ -60,11 +60,15 @@ class K3Config(MaxTextConfig):
     "float32", description="How KDA's state is stored; bfloat16 halves it and drifts (docs/kda_decode.md)."
   )
   grouped_matmul_implementation: str = Field("auto", description=f"auto, {', '.join(moe.GROUPED_MATMULS)}.")
-  weight_format: Literal["plain", "block_fp8", "mxfp4"] = Field(
-    "plain", description="How the routed experts are held: in weight_dtype, in block-FP8, or packed as released."
+  weight_format: Literal["auto", "plain", "block_fp8", "mxfp4"] = Field(
+    "auto",
+    description="How the routed experts are held: in weight_dtype, in block-FP8, or packed as released; auto: as a "
+    "converted checkpoint holds them, else plain.",
   )
   dense_weight_format: Literal["auto", "plain", "block_fp8"] = Field(
-    "auto", description="How other large matrices are held; auto: plain beside plain experts, else block_fp8."
+    "auto",
+    description="How other large matrices are held; auto: as a converted checkpoint holds them, else plain beside "
+    "plain experts and block_fp8 beside others.",
   )
   # Parallelism
   parallel_mode: Literal["latency", "throughput"] = Field(
@@ -99,7 +103,11 @@ class K3Config(MaxTextConfig):
   prefill_chunk_size: int = Field(512, description="Tokens of a prompt that are prefilled at a time.", gt=0)
   enable_thinking: bool = Field(True, description="With use_chat_template: let the model think first.")
   decode_steps_per_dispatch: int = Field(32, description="Decode steps in one call of the compiled program.", gt=0)
-  decode_sampling_seed: int = Field(0, description="Seed of the sampler.", ge=0)
+  decode_sampling_seed: int = Field(0, description="Seed of the sampler.", ge=0, lt=2**32)
+  # Serving (serve.py); per_device_batch_size times the devices are the slots
+  serve_queue: int = Field(1024, description="Requests that may wait for a slot; more are refused.", gt=0)
+  serve_grace_seconds: float = Field(30.0, description="How long running streams may go on after SIGTERM.", ge=0)
+  serve_model_name: str = Field("", description="What clients call the model; empty: its checkpoint's folder.")
   # Scoring
   score_tokens: str = Field("", description="score.py: a .npy file of token ids, int [B, T] or [T].")
   score_output: str = Field("", description="score.py: the .npz file to write `logits` float32 [B, T, V] to.")

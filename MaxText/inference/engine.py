@@ -1,14 +1,13 @@
-"""The engine: weights on a mesh, and two compiled programs over an explicit state.
+"""The engine: weights on a mesh, and the compiled programs of steps.py over an explicit state.
 
 prompt ids → `prefill` (chunks) → slots of a `DecodeState` → `generate` (many steps a dispatch) → token ids. Every stage
 takes values and returns values; the state is donated to each step.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,39 +17,24 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kda_decode import pool_format
-from MaxText import checkpoint, distributed, weights
+from MaxText import distributed, weights
+from MaxText.checkpoint import checkpoint_directory
 from MaxText.configs.model_config import ModelConfig
 from MaxText.configs.resolve import make_mesh, model_config
+from MaxText.converted.loading import load_parameters
 from MaxText.errors import UserError
+from MaxText.inference import steps
 from MaxText.inference.cache import DecodeCache, cache_bytes, cache_shapes, cache_specs, init_cache
-from MaxText.inference.sampling import Sampling, sample
+from MaxText.inference.sampling import SAMPLING_DTYPES, Sampling
+from MaxText.inference.steps import Chosen, DecodeState
 from MaxText.layers.attention_kda import KdaCache
 from MaxText.models import kimi_k3
 from MaxText.parallel import DATA
+from MaxText.progress import progress
 
-NO_TOKEN = -1  # what `generate` returns for a row that had stopped
-ASSETS = os.path.join(os.path.dirname(__file__), "..", "assets")
 _V7X_DEVICE_BYTES = int(94.7 * 2**30)  # usable HBM of one of a v7x chip's two devices
 _SMALLEST_CHUNK = 16
 _BATCHED_TOKENS = 32768  # that are prefilled for all slots at once
-
-
-class DecodeState(NamedTuple):
-  """Everything that changes from step to step. B slots.
-
-  Attributes:
-    cache: the model's state.
-    tokens: [B] int32, each slot's last token: chosen, not yet seen by the model.
-    active: [B] bool, slots that go on.
-    remaining: [B] int32, tokens that a slot may still choose.
-    keys: [B] PRNG keys of the slots' samplers.
-  """
-
-  cache: DecodeCache
-  tokens: jax.Array
-  active: jax.Array
-  remaining: jax.Array
-  keys: jax.Array
 
 
 class Engine:
@@ -60,7 +44,7 @@ class Engine:
     cfg: the frozen architecture.
     mesh: MaxText's device mesh.
     params: the weights.
-    sampling: how tokens are chosen.
+    sampling: how tokens are chosen where nobody says otherwise.
     stop_ids: ids after which a sequence ends.
     row_spec: how an array with one entry a row of the batch lies on the mesh.
     weight_specs: how the weights lie on it.
@@ -82,19 +66,32 @@ class Engine:
     self.steps_per_dispatch = steps_per_dispatch
     self.row_spec = rows = P(DATA if cfg.parallel.splits_batch else None)
     self.weight_specs = weight = jax.tree.map(lambda a: a.sharding.spec, params)
-    cache = cache_specs(cfg)
-    state = DecodeState(cache, rows, rows, rows, rows)
+    cache, whole = cache_specs(cfg), P()
+    sampling_rows = Sampling(rows, rows, rows, rows)
+    state = DecodeState(cache, rows, rows, rows, sampling_rows, rows)
+    by_step = P(None, *rows)
+    self._reset = self.program(partial(steps.reset_slots, cfg), (cache, rows), cache, donate=(0,))
     self._prefill = self.program(
-      partial(_prefill_chunk, cfg), (weight, rows, rows, rows, rows, cache), (rows, cache), donate=(4, 5)
+      partial(steps.prefill_chunk, cfg), (weight, rows, rows, rows, rows, cache), (rows, cache), donate=(4, 5)
     )
-    self._start = self.program(partial(_start, sampling, self.stop_ids), (cache, rows, rows, rows), state, donate=(0,))
+    self._admit = self.program(
+      partial(steps.admit, cfg, self.stop_ids),
+      (state, rows, rows, rows, sampling_rows, rows),
+      (Chosen(rows, rows, rows, rows), state),
+      donate=(0,),
+    )
     self._generate = self.program(
-      partial(_generate, cfg, sampling, self.stop_ids, steps_per_dispatch),
-      (weight, state),
-      (P(None, *rows), state),
+      partial(steps.generate, cfg, self.stop_ids, steps_per_dispatch),
+      (weight, state, whole, rows),
+      (Chosen(by_step, by_step, by_step, by_step), state),
       donate=(1,),
     )
-    self._compiled: dict[tuple[int, ...], Any] = {}
+    self._compiled: dict[tuple, Any] = {}
+
+  @property
+  def groups(self) -> int:
+    """Data groups that the batch is split over; slots lie group by group."""
+    return self.cfg.parallel.data if self.cfg.parallel.splits_batch else 1
 
   def program(self, function: Any, in_specs: Any, out_specs: Any, donate: tuple[int, ...]) -> Any:
     """Jits a step; on several devices as one `shard_map`, with shapes and values of one device's part inside.
@@ -127,8 +124,9 @@ class Engine:
       cache_shapes(self.cfg, slots, max_length),
       self._placed(cache_specs(self.cfg)),
     )
-    integers, keys = self._rows(slots), self._rows(slots, dtype=jax.eval_shape(jax.random.key, 0).dtype)
-    return DecodeState(cache, integers, self._rows(slots, dtype=jnp.bool_), integers, keys)
+    integers, flags = self._rows(slots), self._rows(slots, dtype=jnp.bool_)
+    sampling = Sampling(*(self._rows(slots, dtype=dtype) for dtype in SAMPLING_DTYPES))
+    return DecodeState(cache, integers, flags, integers, sampling, flags)
 
   def _rows(self, rows: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     """An abstract array with one entry a row of the batch."""
@@ -143,14 +141,30 @@ class Engine:
 
   def lower_generate(self, slots: int, max_length: int) -> jax.stages.Lowered:
     """The program of a dispatch of decode steps, lowered for a cache of that size."""
-    return self._generate.lower(self.params, self.abstract_state(slots, max_length))
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
+    stopped = self._rows(slots, dtype=jnp.bool_)
+    return self._generate.lower(self.params, self.abstract_state(slots, max_length), count, stopped)
+
+  def lower_admit(self, slots: int, max_length: int) -> jax.stages.Lowered:
+    """The program that chooses first tokens, lowered for a cache of that size."""
+    state, flags = self.abstract_state(slots, max_length), self._rows(slots, dtype=jnp.bool_)
+    logits = self._rows(slots, self.cfg.vocab_size, dtype=jnp.float32)
+    return self._admit.lower(state, logits, flags, state.remaining, state.sampling, flags)
 
   def compile(self, slots: int, max_length: int, longest: int) -> None:
     """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
-    size, rows = _cache_size(self.abstract_state(slots, max_length).cache), self.prefill_rows(slots, longest)
-    for chunk in sorted(set(self.chunk_lengths(longest))):
-      self._compiled[(*size, rows, chunk)] = self.lower_prefill(slots, max_length, rows, chunk).compile()
-    self._compiled[size] = self.lower_generate(slots, max_length).compile()
+    rows = self.prefill_rows(slots, longest)
+    self.compile_programs(slots, max_length, rows, sorted(set(self.chunk_lengths(longest))))
+
+  def compile_programs(self, slots: int, max_length: int, rows: int, chunks: Sequence[int]) -> None:
+    """Compiles decoding in such a cache, and prefill of chunks of each of these sizes, for `rows` sequences at once."""
+    size = _cache_size(self.abstract_state(slots, max_length).cache)
+    programs = {
+      ("generate", *size): lambda: self.lower_generate(slots, max_length),
+      ("admit", *size): lambda: self.lower_admit(slots, max_length),
+    } | {(*size, rows, chunk): partial(self.lower_prefill, slots, max_length, rows, chunk) for chunk in chunks}
+    for key, lower in progress(programs.items(), len(programs), "compiling"):
+      self._compiled[key] = lower().compile()
 
   def init_cache(self, slots: int, max_length: int) -> DecodeCache:
     """An empty cache, each device holding its part.
@@ -166,16 +180,34 @@ class Engine:
     placed = self._placed(cache_specs(self.cfg))
     return jax.jit(partial(init_cache, self.cfg, slots, max_length), out_shardings=placed)()
 
+  def init_logits(self, slots: int) -> jax.Array:
+    """Where `prefill_chunk` leaves logits: [slots, V] float32."""
+    return self.place_rows(np.zeros((slots, self.cfg.vocab_size)), np.float32)
+
+  def idle(self, cache: DecodeCache) -> DecodeState:
+    """A state of this cache in which no slot is active."""
+    slots = cache.lengths.shape[0]
+    count, flags = partial(self.place_rows, np.zeros(slots)), partial(self.place_rows, np.zeros(slots), np.bool_)
+    return DecodeState(cache, count(), flags(), count(), self._place_sampling(Sampling(), slots), flags())
+
   def chunk_lengths(self, longest: int) -> list[int]:
-    """Sizes of the chunks that a prompt of `longest` tokens is prefilled in: full ones, then a power of two."""
+    """Sizes of the chunks that `longest` tokens are prefilled in: full ones, then one that holds the rest."""
     full, rest = divmod(longest, self.chunk_size)
-    last = [min(self.chunk_size, max(_SMALLEST_CHUNK, 1 << (rest - 1).bit_length()))] if rest else []
+    last = [next(size for size in self.chunk_sizes if size >= rest)] if rest else []
     return [self.chunk_size] * full + last
+
+  @property
+  def chunk_sizes(self) -> list[int]:
+    """All sizes that a chunk can have, smallest first: powers of two, up to the full one, which may be none."""
+    sizes, size = [], _SMALLEST_CHUNK
+    while size < self.chunk_size:
+      sizes.append(size)
+      size *= 2
+    return [*sizes, self.chunk_size]
 
   def prefill_rows(self, slots: int, longest: int) -> int:
     """How many sequences are prefilled at a time: all slots where their chunks are small, else one a data group."""
-    groups = self.cfg.parallel.data if self.cfg.parallel.splits_batch else 1
-    return slots if slots * max(self.chunk_lengths(longest)) <= _BATCHED_TOKENS else groups
+    return slots if slots * max(self.chunk_lengths(longest)) <= _BATCHED_TOKENS else self.groups
 
   def prefill(self, prompts: Sequence[Sequence[int]], cache: DecodeCache) -> tuple[jax.Array, DecodeCache]:
     """Feeds each prompt to its slot, chunk by chunk.
@@ -189,10 +221,9 @@ class Engine:
     """
     slots = cache.lengths.shape[0]
     rows = self.prefill_rows(slots, max(map(len, prompts)))
-    logits = self.place_rows(np.zeros((slots, self.cfg.vocab_size)), np.float32)
+    logits = self.init_logits(slots)
     # Slots lie group by group, and a data group's rows of a chunk must be for its own slots.
-    groups = self.cfg.parallel.data if self.cfg.parallel.splits_batch else 1
-    by_wave = np.arange(slots).reshape(groups, -1, rows // groups).swapaxes(0, 1).reshape(-1, rows)
+    by_wave = np.arange(slots).reshape(self.groups, -1, rows // self.groups).swapaxes(0, 1).reshape(-1, rows)
     for wave in by_wave:
       parts = [prompts[slot] if slot < len(prompts) else () for slot in wave]
       if any(parts):
@@ -210,22 +241,66 @@ class Engine:
         part = prompt[done : done + chunk]
         tokens[row, : len(part)] = part
       in_chunk = np.clip(length - done, 0, chunk).astype(np.int32)
-      program = self._compiled.get((*_cache_size(cache), *tokens.shape), self._prefill)
-      placed = map(self.place_rows, (tokens, in_chunk, slots))
-      logits, cache = program(self.params, *placed, logits, cache)
+      logits, cache = self.prefill_chunk(tokens, in_chunk, slots, logits, cache)
       done += chunk
     return logits, cache
 
-  def start(self, logits: jax.Array, cache: DecodeCache, remaining: np.ndarray, seeds: np.ndarray) -> DecodeState:
+  def reset_slots(self, slots: np.ndarray, cache: DecodeCache) -> DecodeCache:
+    """Empties slots [R] int32, one row a data group at least; −1 is passed over. The cache given is donated."""
+    return self._reset(cache, self.place_rows(slots))
+
+  def prefill_chunk(
+    self, tokens: np.ndarray, length: np.ndarray, slots: np.ndarray, logits: jax.Array, cache: DecodeCache
+  ) -> tuple[jax.Array, DecodeCache]:
+    """Feeds one chunk to some slots; see `kimi_k3.prefill`.
+
+    Args:
+      tokens: [R, T] int32. A data group's share of the R rows is for its own slots.
+      length, slots: [R] int32.
+      logits: [B, V] float32, donated like the cache; the slots' rows are replaced.
+    """
+    program = self._compiled.get((*_cache_size(cache), *tokens.shape), self._prefill)
+    return program(self.params, *map(self.place_rows, (tokens, length, slots)), logits, cache)
+
+  def start(
+    self, logits: jax.Array, cache: DecodeCache, remaining: np.ndarray, sampling: Sampling | None = None
+  ) -> DecodeState:
     """Chooses each slot's first token after its prompt.
 
     Args:
       logits: [B, V], from `prefill`.
       cache: donated.
-      remaining: [B] int32, tokens each slot may choose in all; 0 for an idle slot.
-      seeds: [B] int, of the samplers.
+      remaining: [B] int, tokens each slot may choose in all; 0 for an idle slot.
+      sampling: numbers, or [B] each; None: the engine's.
     """
-    return self._start(cache, logits, self.place_rows(remaining, np.int32), self.place_rows(seeds, np.uint32))
+    remaining = np.asarray(remaining)
+    sampling = self.sampling if sampling is None else sampling
+    reports = np.zeros(len(remaining), bool)
+    _, state = self.admit(self.idle(cache), logits, remaining > 0, remaining, sampling, reports)
+    return state
+
+  def admit(
+    self,
+    state: DecodeState,
+    logits: jax.Array,
+    starting: np.ndarray,
+    remaining: np.ndarray,
+    sampling: Sampling,
+    reports: np.ndarray,
+  ) -> tuple[Chosen, DecodeState]:
+    """Chooses the first token of the slots `starting`; see `steps.admit`. The state given is donated."""
+    flags = partial(self.place_rows, dtype=np.bool_)
+    sampling = self._place_sampling(sampling, len(starting))
+    program = self._compiled.get(("admit", *_cache_size(state.cache)), self._admit)
+    return program(state, logits, flags(starting), self.place_rows(remaining), sampling, flags(reports))
+
+  def _place_sampling(self, sampling: Sampling, slots: int) -> Sampling:
+    return Sampling(
+      *(
+        self.place_rows(np.broadcast_to(value, slots), dtype)
+        for value, dtype in zip(sampling, SAMPLING_DTYPES, strict=True)
+      )
+    )
 
   def place_rows(self, values: Any, dtype: Any = np.int32) -> jax.Array:
     """One entry a row of the batch, from every host -> on the mesh, each device holding the rows that are its own."""
@@ -235,72 +310,25 @@ class Engine:
     """Up to `steps_per_dispatch` steps in one call of a compiled program; it ends early when no slot is active.
 
     Returns:
-      (tokens [steps, B] int32, `NO_TOKEN` where a slot had stopped; state). The state given is donated.
+      (tokens [steps, B] int32, `NO_TOKEN` where a slot had stopped or `FAILED`; state). The state given is donated.
     """
-    return self._compiled.get(_cache_size(state.cache), self._generate)(self.params, state)
+    chosen, state = self.generate_steps(state, self.steps_per_dispatch, np.zeros(state.tokens.shape, bool))
+    return chosen.tokens, state
+
+  def generate_steps(self, state: DecodeState, count: int, stopped: np.ndarray) -> tuple[Chosen, DecodeState]:
+    """Up to `count` ≤ `steps_per_dispatch` steps, after slots `stopped` [B] bool have been made idle.
+
+    Returns:
+      ([steps_per_dispatch, B] …, state).
+    """
+    program = self._compiled.get(("generate", *_cache_size(state.cache)), self._generate)
+    placed = distributed.place(np.asarray(count, np.int32), NamedSharding(self.mesh, P()))
+    return program(self.params, state, placed, self.place_rows(stopped, np.bool_))
 
 
 def _cache_size(cache: DecodeCache) -> tuple[int, int]:
   """(slots, positions)."""
   return cache.lengths.shape[0], cache.mla.latent.shape[2]
-
-
-def _prefill_chunk(cfg, params, tokens, length, slots, logits, cache):
-  # Slots are counted over all data groups; a group sees its own.
-  here = cache.lengths.shape[0]
-  slots -= cfg.parallel.first_slot(here)
-  new, cache = kimi_k3.prefill(cfg, params, tokens, length, slots, cache)
-  return logits.at[jnp.where(length > 0, slots, here)].set(new, mode="drop"), cache
-
-
-def _goes_on(stop_ids, tokens, remaining):
-  stopped = jnp.zeros(tokens.shape, bool)
-  for stop in stop_ids:
-    stopped |= tokens == stop
-  return ~stopped & (remaining > 0)
-
-
-def _start(sampling, stop_ids, cache, logits, remaining, seeds) -> DecodeState:
-  keys = jax.vmap(jax.random.key)(seeds)
-  tokens = sample(sampling, logits, keys, cache.lengths)
-  left = remaining - 1
-  return DecodeState(cache, tokens, (remaining > 0) & _goes_on(stop_ids, tokens, left), left, keys)
-
-
-def _generate(cfg, sampling, stop_ids, steps, params, state: DecodeState) -> tuple[jax.Array, DecodeState]:
-  # Whether any slot of any data group goes on: all groups take the same number of steps, since they compute together.
-  def go_on(carry):
-    i, alive, _, _ = carry
-    return (i < steps) & alive
-
-  def step(carry):
-    i, _, state, out = carry
-    logits, cache = kimi_k3.decode_step(cfg, params, state.tokens, state.active, state.cache)
-    tokens = sample(sampling, logits, state.keys, cache.lengths)
-    left = state.remaining - state.active
-    out = out.at[i].set(jnp.where(state.active, tokens, NO_TOKEN))
-    active = state.active & _goes_on(stop_ids, tokens, left)
-    state = DecodeState(cache, jnp.where(state.active, tokens, state.tokens), active, left, state.keys)
-    return i + 1, cfg.parallel.any_row(active), state, out
-
-  out = jnp.full((steps, state.tokens.shape[0]), NO_TOKEN, jnp.int32)
-  alive = cfg.parallel.any_row(state.active)
-  _, _, state, out = jax.lax.while_loop(go_on, step, (0, alive, state, out))
-  return out, state
-
-
-def checkpoint_directory(config: Any) -> str:
-  """`load_parameters_path` as given, or among the checkpoints that ship with the project.
-
-  Raises:
-    UserError: it isn't set.
-  """
-  path = config.load_parameters_path
-  if not path:
-    raise UserError("load_parameters_path is not set: name the directory of a checkpoint in the released layout")
-  if not os.path.exists(path) and os.path.isdir(os.path.join(ASSETS, path)):
-    return os.path.normpath(os.path.join(ASSETS, path))
-  return path
 
 
 def _memory() -> int:
@@ -342,10 +370,9 @@ def load_engine(config: Any, stop_ids: Sequence[int], slots: int, max_length: in
   mesh = make_mesh(config)
   cfg = model_config(config, jax.devices()[0].platform, mesh)
   check_fits(config, cfg, slots, max_length)
-  directory = checkpoint_directory(config)
   tree = kimi_k3.weight_tree(cfg)
   shardings = weights.shardings(tree, mesh, config.logical_axis_rules, cfg.storage)
-  params = checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.storage, weights.formats(shardings))
+  params = load_parameters(checkpoint_directory(config), cfg, tree, weights.formats(shardings))
   return Engine(
     cfg,
     mesh,

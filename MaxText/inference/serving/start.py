@@ -1,0 +1,50 @@
+"""From a configuration to a core that serves."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from MaxText.configs.resolve import describe_implementations
+from MaxText.errors import UserError
+from MaxText.inference.engine import checkpoint_directory, load_engine
+from MaxText.inference.serving.core import Limits, ServingCore
+from MaxText.inference.serving.device import Device
+from MaxText.inference.tokenizer import K3Tokenizer
+from MaxText.progress import say
+
+
+def start_core(
+  config: Any, tokenizer: K3Tokenizer, on_failure: Callable[[BaseException], None] | None = None
+) -> ServingCore:
+  """Loads the engine, compiles all that requests will need, and starts the core.
+
+  Args:
+    on_failure: called in the engine's thread when it has failed, once every stream has ended.
+
+  Raises:
+    UserError: see `load_engine`; the tokenizer is another model's.
+  """
+  slots = max(1, int(config.per_device_batch_size * jax.device_count()))
+  max_length = config.max_target_length
+  started = time.perf_counter()
+  engine = load_engine(config, tokenizer.stop_ids, slots, max_length)
+  if tokenizer.vocab_size > engine.cfg.vocab_size:
+    raise UserError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocab_size is {engine.cfg.vocab_size}")
+  say(f"{describe_implementations(engine.cfg)}; weights read in {time.perf_counter() - started:.1f} s")
+  started = time.perf_counter()
+  device = Device(engine, slots, max_length)
+  device.compile()
+  say(f"{slots} slots of {max_length} tokens; compiled in {time.perf_counter() - started:.1f} s")
+  model = config.serve_model_name or os.path.basename(os.path.normpath(checkpoint_directory(config)))
+  limits = Limits(
+    model,
+    engine.cfg.vocab_size,
+    config.max_prefill_predict_length,
+    max_length,
+    frozenset(engine.stop_ids),
+    config.serve_queue,
+  )
+  return ServingCore(device, limits, on_failure)
