@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from maxtext.utils import maxtext_utils
 
+from MaxText.checkpoint import checkpoint_directory
 from MaxText.configs.model_config import ModelConfig
+from MaxText.converted.manifest import is_converted, read_manifest
 from MaxText.errors import UserError
 from MaxText.layers import kda_prefill
 from MaxText.parallel import DATA, ONE, TENSOR, Parallel
@@ -43,13 +45,47 @@ def make_mesh(config: Any, devices: Any = None) -> Mesh:
   return mesh
 
 
-def _parallel(config: Any, mesh: Mesh | None) -> Parallel:
+def _weight_formats(config: Any) -> tuple[str, str]:
+  """How experts and other large matrices are held: `weight_format` and `dense_weight_format`, `auto` resolved.
+
+  Raises:
+    UserError: the checkpoint is a converted one that holds them otherwise, or its conversion hasn't finished.
+  """
+  experts, dense = config.weight_format, config.dense_weight_format
+  directory = checkpoint_directory(config) if config.load_parameters_path else ""
+  if directory and is_converted(directory):
+    manifest = read_manifest(directory)
+    again = f"weight_format={'bfloat16' if experts == 'plain' else experts}"
+    scope = f"scope={'experts' if dense == 'plain' else 'all'}"
+    for key, given, what, held, convert in (
+      ("weight_format", experts, "its experts", manifest.experts, again),
+      ("dense_weight_format", dense, "its other large matrices", manifest.dense, scope),
+    ):
+      if given not in ("auto", held):
+        raise UserError(
+          f"{key}={given}, but {directory} was converted and holds {what} as {held}: leave {key} out, or convert "
+          f"again with {convert}"
+        )
+    return manifest.experts, manifest.dense
+  if experts == "auto":
+    experts = "plain"
+  if dense == "auto":
+    dense = "plain" if experts == "plain" else "block_fp8"
+  return experts, dense
+
+
+def _parallel(config: Any, mesh: Mesh | None, experts: str) -> Parallel:
+  """How devices work together.
+
+  Args:
+    experts: the format of the experts' weights.
+  """
   if mesh is None:
     return ONE
   router = config.router_weights
   if router == "auto":
     # Free beside split latent projections. MXFP4 is for those who are short of memory: a collective for a GiB.
-    memory_first = config.latent_projections == "sharded" or config.weight_format == "mxfp4"
+    memory_first = config.latent_projections == "sharded" or experts == "mxfp4"
     router = "sharded" if memory_first else "replicated"
   mla_cache = config.mla_cache_mode
   if mla_cache == "auto":
@@ -90,7 +126,7 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
     mesh: `make_mesh`'s; None for one device.
 
   Raises:
-    UserError: an implementation that can't serve this model.
+    UserError: an implementation that can't serve this model, or see `_weight_formats`.
   """
   head_dim = config.kda_head_dim
   bound = config.kda_gate_lower_bound
@@ -103,10 +139,8 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
   _check_device("kda_prefill_implementation", prefill, "mosaic", platform, head_dim)
   _check_device("kda_decode_implementation", decode, "pallas", platform, head_dim)
   grouped_matmul = config.grouped_matmul_implementation
-  plain = config.weight_format == "plain"
-  dense = config.dense_weight_format
-  if dense == "auto":
-    dense = "plain" if plain else "block_fp8"
+  experts, dense = _weight_formats(config)
+  plain = experts == "plain"
   if grouped_matmul == "auto":
     grouped_matmul = "loop" if platform == "cpu" else "ragged_dot" if plain else "pallas"
   mla = set(config.full_attn_layers)  # both lists of the release count from one
@@ -115,16 +149,15 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
       f"grouped_matmul_implementation=pallas needs a TPU, and this is a {platform}; use grouped_matmul_implementation="
       "auto"
     )
-  if config.weight_format != "plain" and grouped_matmul in ("ragged_dot", "dense"):
+  if not plain and grouped_matmul in ("ragged_dot", "dense"):
     raise UserError(
-      f"weight_format={config.weight_format} is served by grouped_matmul_implementation=loop or pallas, not "
-      f"{grouped_matmul}"
+      f"weight_format={experts} is served by grouped_matmul_implementation=loop or pallas, not {grouped_matmul}"
     )
   # XLA alone would write the partial sums of every block of inputs to memory.
   quantized_matmul = "pallas" if platform == "tpu" else ""
   if grouped_matmul == "pallas_interpret":
     quantized_matmul = grouped_matmul
-  parallel = _parallel(config, mesh)
+  parallel = _parallel(config, mesh, experts)
   latent = config.routed_expert_hidden_size
   if parallel.shards_latents and latent % parallel.tensor:
     raise UserError(
@@ -179,7 +212,7 @@ def model_config(config: Any, platform: str, mesh: Mesh | None = None) -> ModelC
     attn_res_block_size=config.attn_res_block_size,
     rolled=config.scan_layers,
     dtype=jnp.dtype(config.dtype),
-    storage=Storage(jnp.dtype(config.weight_dtype), config.weight_format, dense, _ways(config, parallel)),
+    storage=Storage(jnp.dtype(config.weight_dtype), experts, dense, _ways(config, parallel)),
     parallel=parallel,
     matmul_precision=str(getattr(precision, "value", precision)),
   )

@@ -1,14 +1,16 @@
 """A converted checkpoint into a model's parameters: each device asks for its own slice, and no byte is read twice.
 
-Where several devices hold the same slice, each reads a share of it and they exchange shares over their links, which are
-much faster than a disk or a bucket.
+Where several processes hold the same slice, each reads a share of its layers and they exchange shares over their links,
+which are much faster than a disk or a bucket.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import tensorstore as ts
@@ -16,26 +18,43 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from MaxText import quantization
+from MaxText import checkpoint, quantization
 from MaxText.configs.model_config import ModelConfig
 from MaxText.converted import layout
-from MaxText.converted.manifest import Manifest
+from MaxText.converted.manifest import Manifest, is_converted, read_manifest
 from MaxText.errors import UserError
 from MaxText.progress import progress
 from MaxText.weights import Stack, Storage, WeightTree, is_stack
 
 Index = tuple[slice, ...]
+Bounds = tuple[tuple[int, int], ...]  # an index as (first, last + 1) of each axis
+# A read that has begun: calling it waits for its values. So those of all devices of a process are under way together.
+Reading = Callable[[], np.ndarray]
 _PLAIN_DTYPE = "bfloat16"  # of what is stored plain and isn't declared float32
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def load(
-  directory: str, manifest: Manifest, cfg: ModelConfig, tree: WeightTree, storage: Storage, placements: Any
-) -> dict[str, Any]:
+def load_parameters(directory: str, cfg: ModelConfig, tree: WeightTree, placements: Any) -> dict[str, Any]:
+  """Reads a checkpoint, released or converted, into parameters in the shape of `tree`, held as `cfg.storage` says.
+
+  Args:
+    placements: `weights.formats` of the parameters' shardings.
+
+  Raises:
+    UserError: it is unfinished or broken, or not what the configuration describes.
+  """
+  if is_converted(directory):
+    manifest = read_manifest(directory)
+    if manifest.layout == "maxtext":
+      return load(directory, manifest, cfg, tree, placements)
+  return checkpoint.load(checkpoint.ReleasedCheckpoint(directory), tree, cfg.storage, placements)
+
+
+def load(directory: str, manifest: Manifest, cfg: ModelConfig, tree: WeightTree, placements: Any) -> dict[str, Any]:
   """Reads a converted checkpoint of layout "maxtext" into parameters in the shape of `tree`.
 
   Args:
-    manifest: the directory's.
-    storage: of the parameters; its formats are those of the manifest.
+    manifest: the directory's; `cfg.storage` holds weights in the same formats.
     placements: `weights.formats` of the parameters' shardings.
 
   Raises:
@@ -44,163 +63,198 @@ def load(
   stored = layout.stored_weights(
     cfg, layout.disk_storage(cfg, _PLAIN_DTYPE, experts=manifest.experts, dense=manifest.dense)
   )
+  _check_arrays(directory, layout.arrays_of(stored), manifest.arrays)
   leaves, structure = jax.tree.flatten(tree, is_leaf=is_stack)
-  pairs = list(zip(stored.values(), leaves, structure.flatten_up_to(placements), strict=True))
+  stacks = list(zip(stored.values(), leaves, structure.flatten_up_to(placements), strict=True))
   return jax.tree.unflatten(
-    structure,
-    [_one(directory, *pair, storage) for pair in progress(pairs, len(pairs), "reading weights")],
+    structure, [_one(directory, *stack, cfg.storage) for stack in progress(stacks, len(stacks), "reading weights")]
   )
+
+
+def _check_arrays(directory: str, wanted: dict[str, Any], held: dict[str, Any]) -> None:
+  """Compares `layout.arrays_of` a configuration with a manifest's; raises `UserError` for the first that differs."""
+  wrong = f"{directory} was converted from another model than this configuration's: "
+  for name, array in wanted.items():
+    if name not in held:
+      raise UserError(f"{wrong}it lacks {name}")
+    if held[name] == array:
+      continue
+    ours, theirs = (f"{a.get('dtype')} {a.get('shape')}" for a in (array, held[name]))
+    if ours != theirs:
+      raise UserError(f"{wrong}{name} is {theirs}, the configuration wants {ours}")
+    raise UserError(f"{directory}: {name} isn't cut into files as this version and configuration do; convert it again")
+  unknown = sorted(held.keys() - wanted.keys())
+  if unknown:
+    raise UserError(f"{wrong}it has no place for {unknown[0]}")
 
 
 def _one(directory: str, stored: layout.StoredWeight, stack: Stack, placed: Any, storage: Storage) -> Any:
   """One stack's parameters."""
-  arrays = stack.arrays(storage)
-  values = _open(directory, stored.values, stored.form, stack)
-  if stored.form is None:
-    return place(arrays.shape, placed, lambda index: values(index).astype(arrays.dtype))
-  scales = _open(directory, stored.scales, None, stack)
-  lead = len(stack.lead_shape)
-
-  def scales_at(index: Index) -> np.ndarray:
-    wanted = stack.runs(storage)
-    return _with_runs(scales, index, arrays.scales.shape, lead, stored.runs, wanted)
-
-  return stored.form(
-    place(arrays.values.shape, placed.values, values), place(arrays.scales.shape, placed.scales, scales_at)
-  )
+  arrays, form = stack.arrays(storage), stored.form
+  values = _reader(directory, stored.values, stack)
+  if form is None:
+    return start(arrays, placed, values, stack)()
+  if form is quantization.MXFP4:
+    values = _unpacked(values, stack.weight.shape[0])
+  scales = _with_runs(_reader(directory, stored.scales, stack), arrays.scales.shape, stored.runs, stack.runs(storage))
+  started = start(arrays.values, placed.values, values, stack), start(arrays.scales, placed.scales, scales, stack)
+  return form(*(finish() for finish in started))
 
 
-def _open(
-  directory: str, array: layout.DiskArray, form: type[quantization.Quantized] | None, stack: Stack
-) -> Callable[[Index], np.ndarray]:
-  """A reader of slices of an array, in the shape of the parameter that it holds."""
-  name = stack.weight.sources[0].name
+def _reader(directory: str, array: layout.DiskArray, stack: Stack) -> Callable[[Index], Reading]:
+  """What begins to read slices of an array on disk."""
 
   def failed(error: Exception) -> UserError:
+    name = stack.weight.sources[0].name
     return UserError(f"{directory}: {array.name} ({name}) can't be read: {str(error).splitlines()[0]}")
 
   try:
     store = array.open(directory)
-  except ValueError as error:
-    raise failed(error) from error
-
-  def read(index: Index) -> np.ndarray:
-    if form is quantization.MXFP4:
-      *lead, inputs, outputs = index
-      first, last, _ = inputs.indices(2 * array.shape[-2])
-      halves = slice(first // 2, last // 2)  # of groups of 32
-      packed = _read(store, (*lead, halves, outputs), failed)
-      return layout.codes_of(packed).view(ml_dtypes.float4_e2m1fn)
-    return _read(store, index, failed)
-
-  return read
-
-
-def _read(store: ts.TensorStore, index: Index, failed: Callable[[Exception], UserError]) -> np.ndarray:
-  try:
-    # A file that isn't there would be taken for zeros.
-    stats = store[index].storage_statistics(query_not_stored=False, query_fully_stored=True).result()
-    if not stats.fully_stored:
-      raise ValueError("files are missing")
-    return store[index].read().result()
   except (ValueError, OSError) as error:
     raise failed(error) from error
 
+  def begin(index: Index) -> Reading:
+    reading: ts.Future = store[index].read()
+
+    def wait() -> np.ndarray:
+      try:
+        return reading.result()
+      except (ValueError, OSError) as error:
+        raise failed(error) from error
+
+    return wait
+
+  return begin
+
+
+def _unpacked(begin: Callable[[Index], Reading], inputs: int) -> Callable[[Index], Reading]:
+  """4-bit values [..., I, O] from an array of packed ones [..., I/2, O].
+
+  Args:
+    inputs: I.
+  """
+
+  def begin_unpacked(index: Index) -> Reading:
+    first, last, _ = index[-2].indices(inputs)
+    packed = begin((*index[:-2], slice(first // 2, last // 2), index[-1]))  # a device's inputs are groups of 32
+    return lambda: layout.codes_of(packed()).view(ml_dtypes.float4_e2m1fn)
+
+  return begin_unpacked
+
 
 def _with_runs(
-  read: Callable[[Index], np.ndarray],
-  index: Index,
-  shape: tuple[int, ...],
-  lead: int,
-  stored: tuple[int, ...],
-  wanted: tuple[int, ...],
-) -> np.ndarray:
-  """Scales of a slice of a parameter, from an array whose scales cover other runs of the same blocks.
+  begin: Callable[[Index], Reading], shape: tuple[int, ...], stored: tuple[int, int], wanted: tuple[int, int]
+) -> Callable[[Index], Reading]:
+  """Scales of a parameter from an array whose scales cover other runs of the same blocks.
 
   Args:
-    index: of the parameter's scales, whose shape is `shape`.
-    lead: number of leading axes, which have no runs.
+    shape: of the parameter's scales.
     stored, wanted: how many inputs and outputs a scale covers on disk and in memory.
   """
-  disk, picks = list(index[:lead]), []
-  for part, size, have, want in zip(index[lead:], shape[lead:], stored, wanted, strict=True):
-    first, last, _ = part.indices(size)
-    first, last = first * want, last * want  # in values
-    start = first // have
-    disk.append(slice(start, -(-last // have)))
-    # Which of the scales read is each wanted one's: all that a run covers belong to one block.
-    picks.append(np.arange(first, last, want) // have - start)
-  scales = read(tuple(disk))
-  for axis, pick in enumerate(picks, start=lead):
-    scales = np.take(scales, pick, axis=axis)
-  return scales
+
+  def begin_picked(index: Index) -> Reading:
+    disk, picks = list(index[:-2]), []
+    for part, size, have, want in zip(index[-2:], shape[-2:], stored, wanted, strict=True):
+      first, last, _ = part.indices(size)
+      # Where each wanted scale begins, in values: all that a run covers belong to one block.
+      begins = np.arange(first, last) * want
+      start = first * want // have
+      disk.append(slice(start, -(-last * want // have)))
+      picks.append(begins // have - start)
+    reading = begin(tuple(disk))
+    return lambda: reading()[..., picks[0][:, None], picks[1]]
+
+  return begin_picked
 
 
-def place(shape: tuple[int, ...], placed: Any, read: Callable[[Index], np.ndarray]) -> jax.Array:
-  """A global array whose slices `read` gives, each slice being read once by all processes together.
+def start(
+  array: jax.ShapeDtypeStruct, placed: Any, begin: Callable[[Index], Reading], stack: Stack
+) -> Callable[[], jax.Array]:
+  """Begins to read this process's part of a global array: each slice is read once by all processes together.
 
   Args:
-    placed: a `NamedSharding`, or a `Format` with one.
-    read: (index) -> that part of the array, in its final dtype. Each process is asked for other parts.
+    placed: a sharding, or a `Format` with one; a `NamedSharding` where processes hold the same slices.
+    begin: begins to read a slice of it.
+    stack: its first axes are those that processes may share a slice by.
+
+  Returns:
+    What waits and gives the array; every process must call it, in the same order of arrays.
   """
-  sharding: NamedSharding = getattr(placed, "sharding", placed)
-  holders: dict[tuple, set[int]] = {}
-  for device, index in sharding.devices_indices_map(shape).items():
-    holders.setdefault(_bounds(index, shape), set()).add(device.process_index)
-  if all(len(processes) == 1 for processes in holders.values()):
-    once: dict[tuple, np.ndarray] = {}  # for devices of one process that hold the same
+  sharding = getattr(placed, "sharding", placed)
+  holders: dict[Bounds, set[int]] = {}
+  for device, index in sharding.devices_indices_map(array.shape).items():
+    holders.setdefault(_bounds(index, array.shape), set()).add(device.process_index)
+  if any(len(processes) > 1 for processes in holders.values()):
+    return _start_shares(array, placed, sharding, begin, bool(stack.lead))
+  # Devices of one process that hold the same slice share its one read.
+  slices = {_bounds(i, array.shape): i for i in sharding.addressable_devices_indices_map(array.shape).values()}
+  reading = {bounds: begin(index) for bounds, index in slices.items()}
 
-    def fill(index: Index) -> np.ndarray:
-      key = _bounds(index, shape)
-      if key not in once:
-        once[key] = read(index)
-      return once[key]
+  def finish() -> jax.Array:
+    values = {bounds: wait().astype(array.dtype, copy=False) for bounds, wait in reading.items()}
+    return jax.make_array_from_callback(array.shape, placed, lambda index: values[_bounds(index, array.shape)])
 
-    return jax.make_array_from_callback(shape, placed, fill)
-  return _place_shares(shape, placed, sharding, read)
+  return finish
 
 
-def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
   return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
-def _place_shares(
-  shape: tuple[int, ...], placed: Any, sharding: NamedSharding, read: Callable[[Index], np.ndarray]
-) -> jax.Array:
-  """`place` where processes hold the same slices: a replica reads a share of the slice's rows, and all get all."""
-  mesh, local = sharding.mesh, sharding.shard_shape(shape)
-  spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+def _start_shares(
+  array: jax.ShapeDtypeStruct, placed: Any, sharding: NamedSharding, begin: Callable[[Index], Reading], stacked: bool
+) -> Callable[[], jax.Array]:
+  """`start` where processes hold the same slices: each replica reads a share of the slice, and all get all.
+
+  Args:
+    stacked: whether the first axis is one of layers, which shares are cut along: parts on disk lie within a layer.
+      Otherwise the first replica reads all; only globals, such as the embedding, stand alone.
+  """
+  shape, dtype, mesh, spec = array.shape, np.dtype(array.dtype), sharding.mesh, sharding.spec
   used = {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
   replicas = tuple(axis for axis in mesh.axis_names if axis not in used and mesh.shape[axis] > 1)
   count = math.prod(mesh.shape[axis] for axis in replicas)
-  # Whole layers where there are several; else the first axis long enough.
-  axis = next((i for i, n in enumerate(local) if n >= count), int(np.argmax(local)))
-  share = -(-local[axis] // count)
-  stacked = list(shape)
-  stacked[axis] = share * (shape[axis] // local[axis])
-  whole = list(local)
-  whole[axis] = share
+  rows, *rest = sharding.shard_shape(shape)
+  share = -(-rows // count) if stacked else rows
+  padded = (count, shape[0] // rows * share, *shape[1:])
+  shares = NamedSharding(mesh, P(replicas, *spec))
+  word = _WORDS[dtype.itemsize]  # shares travel as bits: not every backend exchanges every float
 
-  def fill(index: Index) -> np.ndarray:
-    replica, parts = index[0].start or 0, list(index[1:])
-    first = (parts[axis].start or 0) // share * local[axis]
-    start = min(first + replica * share, first + local[axis])
-    stop = min(start + share, first + local[axis])
-    parts[axis] = slice(start, stop)
-    values = read(tuple(parts))
-    missing = [(0, n - m) for n, m in zip(whole, values.shape, strict=True)]
-    return np.pad(values, missing)[None]
+  def begin_share(index: Index) -> Reading | None:
+    replica, row = index[0].start or 0, index[1].start or 0
+    first = min(replica * share, rows)
+    last = min(first + share, rows)
+    offset = row // share * rows
+    return begin((slice(offset + first, offset + last), *index[2:])) if first < last else None
 
-  shares = jax.make_array_from_callback((count, *stacked), NamedSharding(mesh, P(replicas, *spec)), fill)
-  return _join(mesh, P(*spec), replicas, axis, local[axis], placed)(shares)
+  reading = {
+    _bounds(index, padded): begin_share(index) for index in shares.addressable_devices_indices_map(padded).values()
+  }
+
+  def finish() -> jax.Array:
+    def fill(index: Index) -> np.ndarray:
+      wait = reading[_bounds(index, padded)]
+      values = np.zeros((1, share, *rest), word)
+      if wait is not None:
+        read = wait().astype(dtype, copy=False)
+        values[0, : len(read)] = read.view(word)
+      return values
+
+    every = jax.make_array_from_callback(padded, shares, fill)
+    return _join(mesh, spec, replicas, rows, dtype, placed)(every)
+
+  return finish
 
 
-def _join(mesh: Any, spec: P, replicas: tuple[str, ...], axis: int, size: int, placed: Any) -> Any:
-  """The program by which replicas exchange their shares."""
+@functools.cache
+def _join(mesh: Any, spec: P, replicas: tuple[str, ...], rows: int, dtype: np.dtype, placed: Any) -> Any:
+  """The program by which replicas exchange their shares, [replicas, rows of a share, …] words each."""
 
-  def gather(share: jax.Array) -> jax.Array:
-    every = lax.all_gather(share[0], replicas, axis=axis, tiled=True)
-    return lax.slice_in_dim(every, 0, size, axis=axis)
+  def gather(words: jax.Array) -> jax.Array:
+    words = lax.all_gather(words[0], replicas, axis=0, tiled=True)[:rows]
+    if dtype == jnp.float4_e2m1fn:  # whose numbers come one a byte
+      words = words.astype(jnp.uint4)
+    return lax.bitcast_convert_type(words, dtype)
 
   joined = jax.shard_map(gather, mesh=mesh, in_specs=P(replicas, *spec), out_specs=spec, check_vma=False)
   return jax.jit(joined, out_shardings=placed)
