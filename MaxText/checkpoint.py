@@ -313,4 +313,4 @@ def _block_fp8(
   """A weight's e4m3 values, rearranged to inputs first without being decoded, and its scales, one for each run."""
   pairs = [checkpoint.read_block_fp8(prefix, source) for source in stack.weight.sources]
   values = stack.weight.arrange(*(values for values, _ in pairs)).reshape(stack.weight.shape)
-  return values, stack.block_scales(storage, [scales for _, scales in pairs])
+  return values, stack.block_scales([scales for _, scales in pairs], stack.runs(storage))

@@ -174,18 +174,19 @@ class Stack:
     inputs, outputs = quantization.runs(self.form(storage), local)
     return inputs, math.gcd(outputs, self.weight.outputs_together)
 
-  def block_scales(self, storage: Storage, scales: Sequence[np.ndarray]) -> np.ndarray:
-    """Scales of the sources' 128×128 blocks -> those of one instance, one for each of `runs`.
+  def block_scales(self, scales: Sequence[np.ndarray], runs: tuple[int, ...]) -> np.ndarray:
+    """Scales of the sources' 128×128 blocks -> those of one instance, one for each run.
 
     Args:
       scales: of each source [⌈out/128⌉, ⌈in/128⌉], as released.
+      runs: see there.
 
     Returns:
       [in / run, out / run].
     """
     block, sources = quantization.BLOCK, self.weight.sources
     by_output = [np.repeat(s, block, axis=0)[: source.shape[0]] for s, source in zip(scales, sources, strict=True)]
-    down, across = self.runs(storage)
+    down, across = runs
     return self.weight.arrange(*by_output)[np.arange(0, self.weight.shape[0], down) // block, ::across]
 
   def arrays(self, storage: Storage) -> Any:
