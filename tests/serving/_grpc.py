@@ -1,58 +1,26 @@
 """What the tests of the gRPC face share: a core without a model, and calls with JetStream's own stubs."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
 
 import grpc
+from _fake_core import FakeCore, Script
 
 from MaxText.inference.jetstream import service
 from MaxText.inference.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
-from MaxText.inference.serving.requests import Finish, InvalidRequest, Request, Token
+from MaxText.inference.serving.requests import Request, Token
 
 Decode = jetstream_pb2.DecodeRequest
 
 
-class FakeTicket:
-  """Delivers what a script says; counts being cancelled."""
-
-  def __init__(self, script: AsyncIterator[Token | Finish]):
-    self._script = script
-    self.cancelled = 0
-
-  def __aiter__(self):
-    return self._script
-
-  def cancel(self):
-    self.cancelled += 1
+def fake_core(script: Script | None = None) -> FakeCore:
+  """A core that answers as `script` says; by default with the prompt itself."""
+  core = FakeCore(608, max_prompt_length=100, max_length=200)
+  core.script = script or echo
+  return core
 
 
-class FakeCore:
-  """A core whose answers are scripts. By default each request gets its own prompt back, then ends by "length"."""
-
-  def __init__(self, vocab_size: int = 608, script: Callable[[Request], AsyncIterator] | None = None):
-    self.vocab_size, self.max_prompt_length, self.max_length, self.model = vocab_size, 100, 200, "fake"
-    self.healthy = self.ready = True
-    self.script = script or self.echo
-    self.refuse: Exception | None = None
-    self.requests: list[Request] = []
-    self.tickets: list[FakeTicket] = []
-
-  @staticmethod
-  async def echo(request: Request):
-    for token in request.prompt[: request.max_tokens]:
-      await asyncio.sleep(0)
-      yield Token(token)
-    yield Finish("length")
-
-  def submit(self, request: Request) -> FakeTicket:
-    if self.refuse:
-      raise self.refuse
-    if not request.prompt or len(request.prompt) + request.max_tokens > self.max_length:
-      raise InvalidRequest("the fake core was given what the face should have refused")
-    self.requests.append(request)
-    self.tickets.append(FakeTicket(self.script(request)))
-    return self.tickets[-1]
+def echo(request: Request) -> list[Token]:
+  return [Token(token) for token in request.prompt]
 
 
 @contextlib.asynccontextmanager

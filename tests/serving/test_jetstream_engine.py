@@ -111,7 +111,7 @@ def drive(engine, requests, interleaved):
   return asyncio.run(main())
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("interleaved", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_jetstreams_own_orchestrator_gets_the_same_text(interleaved, engines, tokenizer, expected):
   Decode = compat.jetstream_pb2.DecodeRequest
   requests = [Decode(text_content=Decode.TextContent(text=f.prompt), max_tokens=30) for f in FACTS]

@@ -6,7 +6,7 @@ import os
 
 import grpc
 import pytest
-from _grpc import Decode, FakeCore, ask, refused, serving, text_request, token_request
+from _grpc import Decode, ask, echo, fake_core, refused, serving, text_request, token_request
 
 from MaxText.errors import UserError
 from MaxText.inference.jetstream import service
@@ -22,20 +22,12 @@ def tokenizer():
   return K3Tokenizer.from_directory(ASSETS)
 
 
-def scripted(*items, then=None):
-  """A core that answers every request with the same items, and then does what `then` says."""
-
-  async def script(request):
-    for item in items:
-      yield item
-    if then is not None:
-      await then()
-
-  return FakeCore(script=script)
+SILENCE = 1000.0  # seconds, for scripts: until the test ends it
 
 
-async def forever():
-  await asyncio.Event().wait()
+def scripted(*items):
+  """A core that answers every request with the same items."""
+  return fake_core(lambda request: items)
 
 
 async def until(condition, seconds=5.0):
@@ -52,7 +44,7 @@ def test_text_comes_back_as_text_and_ids(tokenizer):
   )  # parts of characters
 
   async def main():
-    core = FakeCore()
+    core = fake_core()
     async with serving(core, tokenizer) as (stub, _):
       answer, got, responses = await ask(stub, text_request(text, max_tokens=100))
       assert (answer, got) == (text, ids)
@@ -70,7 +62,7 @@ def test_every_response_of_a_stream_is_whole_characters(tokenizer):
   text = "狐🦊é" * 4
 
   async def main():
-    async with serving(FakeCore(), tokenizer) as (stub, _):
+    async with serving(fake_core(), tokenizer) as (stub, _):
       pieces = [r.stream_content.samples[0].text async for r in stub.Decode(text_request(text, max_tokens=100))]
       assert "".join(pieces) == text
       assert all(pieces)
@@ -84,7 +76,7 @@ def test_a_character_cut_off_at_the_end_is_shown_as_broken(tokenizer):
   assert len(ids) > 3
 
   async def main():
-    async with serving(FakeCore(), tokenizer) as (stub, _):
+    async with serving(fake_core(), tokenizer) as (stub, _):
       answer, got, _ = await ask(stub, token_request(ids, max_tokens=len(ids) - 1))
       assert (answer, got) == ("", ids[:-1])
       answer, got, _ = await ask(stub, text_request("ab🦊", max_tokens=len(ids) - 1))
@@ -142,7 +134,7 @@ def test_refusals_name_the_field_and_the_next_request_is_right(case, tokenizer):
   request, code, words = REFUSALS[case]
 
   async def main():
-    core = FakeCore()
+    core = fake_core()
     async with serving(core, tokenizer) as (stub, _):
       got, details = await refused(stub, request)
       assert got == code
@@ -157,7 +149,7 @@ def test_refusals_name_the_field_and_the_next_request_is_right(case, tokenizer):
 
 def test_what_clients_of_either_version_send_without_meaning_anything_is_taken(tokenizer):
   async def main():
-    async with serving(FakeCore(), tokenizer) as (stub, _):
+    async with serving(fake_core(), tokenizer) as (stub, _):
       assert (await ask(stub, text_request("ab", priority=1)))[0] == "ab"
       assert (await ask(stub, _with_field(8, 1)))[0] == "a"  # num_samples=1
       metadata = Decode.FromString(text_request("ab").SerializeToString() + bytes([7 << 3 | 2, 5, 13, 0, 0, 128, 63]))
@@ -178,7 +170,7 @@ NO_MESSAGES = {
 @pytest.mark.parametrize("data", NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_bytes_that_are_no_message_are_an_invalid_argument(data, tokenizer, capfd):
   async def main():
-    core = FakeCore()
+    core = fake_core()
     async with serving(core, tokenizer) as (stub, channel):
       call = channel.unary_stream("/jetstream_proto.Orchestrator/Decode")(data)
       with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -194,7 +186,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(data, tokenizer, capf
 
 def test_a_message_over_the_limit_and_a_method_that_does_not_exist(tokenizer):
   async def main():
-    async with serving(FakeCore(), tokenizer, max_message_bytes=1000) as (stub, channel):
+    async with serving(fake_core(), tokenizer, max_message_bytes=1000) as (stub, channel):
       assert (await refused(stub, text_request("x" * 2000)))[0] == "RESOURCE_EXHAUSTED"
       with pytest.raises(grpc.aio.AioRpcError) as error:
         await channel.unary_unary("/jetstream_proto.Orchestrator/Nothing")(b"")
@@ -208,10 +200,13 @@ def test_a_message_over_the_limit_and_a_method_that_does_not_exist(tokenizer):
   ("error", "code"),
   [(InvalidRequest("no"), INVALID), (Overloaded("full"), "RESOURCE_EXHAUSTED"), (Unavailable("later"), "UNAVAILABLE")],
 )
-def test_what_the_core_refuses(error, code, tokenizer):
+def test_what_the_core_refuses(error, code, tokenizer, monkeypatch):
+  def refuse(request):
+    raise error
+
   async def main():
-    core = FakeCore()
-    core.refuse = error
+    core = fake_core()
+    monkeypatch.setattr(core, "submit", refuse)
     async with serving(core, tokenizer) as (stub, _):
       assert await refused(stub, text_request("a")) == (code, str(error))
 
@@ -234,9 +229,19 @@ def test_an_end_under_way_is_a_status(finish, code, words, tokenizer):
   asyncio.run(main())
 
 
+def test_a_stream_ended_by_a_shutdown_may_be_tried_elsewhere(tokenizer):
+  async def main():
+    core = scripted(Token(70), Finish("error", "the server is shutting down"))
+    core.ready = False
+    async with serving(core, tokenizer) as (stub, _):
+      assert await refused(stub, text_request("a")) == ("UNAVAILABLE", "the server is shutting down")
+
+  asyncio.run(main())
+
+
 def test_health_follows_the_engine_and_asks_for_no_key(tokenizer):
   async def main():
-    core = FakeCore()
+    core = fake_core()
     async with serving(core, tokenizer, api_key="secret") as (stub, _):
       assert (await stub.HealthCheck(jetstream_pb2.HealthCheckRequest())).is_live
       core.healthy = False
@@ -247,7 +252,7 @@ def test_health_follows_the_engine_and_asks_for_no_key(tokenizer):
 
 def test_the_key(tokenizer):
   async def main():
-    core = FakeCore()
+    core = fake_core()
     async with serving(core, tokenizer, api_key="secret") as (stub, _):
       for metadata in (
         (),
@@ -266,26 +271,26 @@ def test_the_key(tokenizer):
 
 def test_a_cancelled_call_frees_its_slot(tokenizer):
   async def main():
-    core = scripted(Token(70), then=forever)
+    core = scripted(Token(70), SILENCE)
     async with serving(core, tokenizer) as (stub, _):
       call = stub.Decode(text_request("a"))
       assert (await call.read()).stream_content.samples[0].token_ids == [70]
-      assert core.tickets[0].cancelled == 0
+      assert core.cancelled == []
       call.cancel()
-      await until(lambda: core.tickets[0].cancelled)
+      await until(lambda: core.cancelled)
 
   asyncio.run(main())
 
 
 def test_a_connection_that_is_dropped_frees_its_slot(tokenizer):
   async def main():
-    core = scripted(Token(70), then=forever)
+    core = scripted(Token(70), SILENCE)
     server = await service.start(core, tokenizer, service.Settings())
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
     call = jetstream_pb2_grpc.OrchestratorStub(channel).Decode(text_request("a"))
     await call.read()
     await channel.close()
-    await until(lambda: core.tickets[0].cancelled)
+    await until(lambda: core.cancelled)
     await server.stop(0)
 
   asyncio.run(main())
@@ -293,12 +298,12 @@ def test_a_connection_that_is_dropped_frees_its_slot(tokenizer):
 
 def test_the_callers_deadline_reaches_the_core_and_ends_the_call(tokenizer):
   async def main():
-    core = scripted(Token(70), then=forever)
+    core = scripted(Token(70), SILENCE)
     async with serving(core, tokenizer, timeout=100.0) as (stub, _):
       assert (await refused(stub, text_request("a"), timeout=0.3))[0] == "DEADLINE_EXCEEDED"
       assert 0 < core.requests[0].timeout <= 0.3
-      await until(lambda: core.tickets[0].cancelled)
-      core.script = FakeCore.echo
+      await until(lambda: core.cancelled)
+      core.script = echo
       await ask(stub, text_request("a"))
       assert core.requests[1].timeout == 100.0
 
@@ -307,7 +312,7 @@ def test_the_callers_deadline_reaches_the_core_and_ends_the_call(tokenizer):
 
 def test_many_calls_at_once_each_get_their_own(tokenizer):
   async def main():
-    async with serving(FakeCore(), tokenizer) as (stub, _):
+    async with serving(fake_core(), tokenizer) as (stub, _):
       texts = [f"prompt number {i} {'🦊' * (i % 3)}" for i in range(64)]
       answers = await asyncio.gather(*(ask(stub, text_request(t, max_tokens=60)) for t in texts))
       assert [a for a, _, _ in answers] == texts
@@ -319,13 +324,10 @@ def test_a_slow_reader_holds_nobody_up(tokenizer):
   """One call isn't read; others on the same connection are answered meanwhile."""
 
   async def main():
-    async def flood(request):
-      for _ in range(20_000 if request.max_tokens == 7 else 3):
-        yield Token(70)
-      yield Finish("length")
-
-    async with serving(FakeCore(script=flood), tokenizer) as (stub, _):
-      slow = stub.Decode(text_request("a", 7))
+    core = fake_core(lambda request: [Token(70)] * request.max_tokens)
+    core.max_length = 10**6
+    async with serving(core, tokenizer) as (stub, _):
+      slow = stub.Decode(text_request("a", 20_000))
       await slow.read()
       for _ in range(5):
         async with asyncio.timeout(2):
@@ -337,7 +339,7 @@ def test_a_slow_reader_holds_nobody_up(tokenizer):
 
 def test_calls_beyond_the_limit_are_refused(tokenizer):
   async def main():
-    core = scripted(Token(70), then=forever)
+    core = scripted(Token(70), SILENCE)
     async with serving(core, tokenizer, max_calls=2) as (stub, _):
       calls = [stub.Decode(text_request("a")) for _ in range(2)]
       for call in calls:
@@ -346,8 +348,8 @@ def test_calls_beyond_the_limit_are_refused(tokenizer):
       assert (await stub.HealthCheck(jetstream_pb2.HealthCheckRequest())).is_live  # a full server isn't a dead one
       for call in calls:
         call.cancel()
-      await until(lambda: all(t.cancelled for t in core.tickets))
-      core.script = FakeCore.echo
+      await until(lambda: len(core.cancelled) == 2)
+      core.script = echo
       assert (await ask(stub, text_request("ab")))[0] == "ab"
 
   asyncio.run(main())
@@ -355,8 +357,7 @@ def test_calls_beyond_the_limit_are_refused(tokenizer):
 
 def test_stopping_waits_for_open_calls_and_ends_the_others(tokenizer):
   async def main():
-    gate = asyncio.Event()
-    core = scripted(Token(70), then=gate.wait)
+    core = scripted(Token(70), SILENCE)
     server = await service.start(core, tokenizer, service.Settings())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
       stub = jetstream_pb2_grpc.OrchestratorStub(channel)
@@ -366,16 +367,16 @@ def test_stopping_waits_for_open_calls_and_ends_the_others(tokenizer):
       await asyncio.sleep(0.05)
       assert not stopping.done()
       await stopping
-      assert core.tickets[0].cancelled
+      assert core.cancelled
 
   asyncio.run(main())
 
 
 def test_a_port_that_is_taken_is_one_line(tokenizer):
   async def main():
-    server = await service.start(FakeCore(), tokenizer, service.Settings())
+    server = await service.start(fake_core(), tokenizer, service.Settings())
     with pytest.raises(UserError, match=f"can't listen at 127.0.0.1:{server.port}"):
-      await service.start(FakeCore(), tokenizer, service.Settings(port=server.port))
+      await service.start(fake_core(), tokenizer, service.Settings(port=server.port))
     await server.stop(0)
 
   asyncio.run(main())
@@ -383,7 +384,7 @@ def test_a_port_that_is_taken_is_one_line(tokenizer):
 
 def test_one_line_of_log_a_request_without_its_text(tokenizer, capsys):
   async def main():
-    core = FakeCore()
+    core = fake_core()
     async with serving(core, tokenizer) as (stub, _):
       await ask(stub, text_request("secret words", max_tokens=3))
       await refused(stub, text_request("secret words", max_tokens=0))

@@ -241,6 +241,8 @@ class Service(jetstream_pb2_grpc.OrchestratorServicer):
     """Sends what the core delivers; returns how it ended."""
     async for item in ticket:
       if isinstance(item, Finish):
+        if item.reason == "error" and self._core.healthy and not self._core.ready:
+          return StatusCode.UNAVAILABLE, item.message  # the server is going; another one may answer
         if item.reason in _ENDED:
           return _ENDED[item.reason], item.message or item.reason
         if (rest := output.flush()) is not None:
