@@ -108,6 +108,14 @@ class K3Config(MaxTextConfig):
   serve_queue: int = Field(1024, description="Requests that may wait for a slot; more are refused.", gt=0)
   serve_grace_seconds: float = Field(30.0, description="How long running streams may go on after SIGTERM.", ge=0)
   serve_model_name: str = Field("", description="What clients call the model; empty: its checkpoint's folder.")
+  serve_host: str = Field("127.0.0.1", description="The address that both faces listen at.")
+  serve_http_port: int = Field(8000, description="Of the OpenAI face; 0: any free one, -1: none.", ge=-1, lt=2**16)
+  serve_grpc_port: int = Field(9000, description="Of the JetStream face; 0: any free one, -1: none.", ge=-1, lt=2**16)
+  serve_api_key_file: str = Field(
+    "", description="A file with the key that clients need; or put the key in the environment, as K3_API_KEY."
+  )
+  serve_request_seconds: float = Field(0.0, description="Longest that a request may take; 0: any time.", ge=0)
+  serve_log_prompts: bool = Field(False, description="Write the prompts of HTTP requests to the log.")
   # Scoring
   score_tokens: str = Field("", description="score.py: a .npy file of token ids, int [B, T] or [T].")
   score_output: str = Field("", description="score.py: the .npz file to write `logits` float32 [B, T, V] to.")

@@ -12,7 +12,8 @@ from starlette.exceptions import HTTPException
 
 from MaxText.inference.serving.requests import InvalidRequest, Overloaded, Rejected
 
-_repr = reprlib.Repr(maxstring=80, maxother=80, maxlist=4, maxdict=4, maxlevel=2)
+_LONGEST_NAME = 80
+_repr = reprlib.Repr(maxstring=_LONGEST_NAME, maxother=_LONGEST_NAME, maxlist=4, maxdict=4, maxlevel=2)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -34,7 +35,7 @@ class ApiError(Exception):
   Args:
     status: 4xx, or 5xx where it isn't the client's fault.
     message: one line: what is wrong, what is possible.
-    param: the field that is to blame.
+    param: the field that is to blame; a client's own name is cut to a bearable length.
     code: a word for programs.
     headers: more headers of the answer.
   """
@@ -48,7 +49,8 @@ class ApiError(Exception):
     headers: Mapping[str, str] | None = None,
   ):
     super().__init__(message)
-    self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+    self.status, self.message, self.code, self.headers = status, message, code, headers
+    self.param = param[:_LONGEST_NAME] if param else param
 
   def body(self) -> str:
     """JSON in ASCII: a client's words may hold half a surrogate pair, which UTF-8 can't carry."""
@@ -97,6 +99,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     return ApiError(400, "the body must be a JSON object, sent with content-type: application/json")
   if first["type"] == "missing":
     return ApiError(400, f"{param} is missing", param, "missing_parameter")
+  param = param[:_LONGEST_NAME]
   return ApiError(400, f"{param}: {first['msg']}, got {shown(first['input'])}", param, "invalid_value")
 
 

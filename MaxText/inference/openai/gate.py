@@ -13,6 +13,7 @@ from MaxText.progress import say
 
 MAX_OPEN = 1024  # requests of /v1 at once, waiting for a slot or not; further ones get 429
 _BODY_SECONDS = 30  # that a client may take to send a body
+_DROPPED_BODIES = 8  # largest bodies that are taken in to be refused, in units of the limit
 _SEND_SECONDS = 60  # that it may leave an answer unread when its connection can hold no more
 
 _Message = dict[str, Any]
@@ -114,8 +115,10 @@ class Gate:
     too_large = ApiError(
       413, f"the body is over {self._max_body} bytes", code="body_too_large", headers={"connection": "close"}
     )
+    # Somewhat too large a body is read to its end and dropped: most clients look for an answer only then.
+    dropped_at = _DROPPED_BODIES * self._max_body
     length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length) > self._max_body:
+    if length.isdigit() and int(length) > dropped_at:
       raise too_large
     parts, size = [], 0
     try:
@@ -124,11 +127,14 @@ class Gate:
           message = await receive()
           if message["type"] == "http.disconnect":
             raise _Gone
-          parts.append(message.get("body", b""))
-          size += len(parts[-1])
-          if size > self._max_body:
+          part = message.get("body", b"")
+          size += len(part)
+          if size <= self._max_body:
+            parts.append(part)
+          more = message.get("more_body", False)
+          if size > (self._max_body if not more else dropped_at):
             raise too_large
-          if not message.get("more_body"):
+          if not more:
             return b"".join(parts)
     except TimeoutError:
       message = f"the body took longer than {_BODY_SECONDS} s"

@@ -74,6 +74,7 @@ class ServingCore:
     failure: what ended the engine; None while all is well.
     trace: where each action is noted, if it is set to a list: ("prefill", size, slots), ("admit", slots) and
       ("decode", steps, slots).
+    on_end: called with each ticket that has ended, if it is set; under the lock.
   """
 
   def __init__(self, device: Device, limits: Limits, on_failure: Callable[[BaseException], None] | None = None):
@@ -81,6 +82,7 @@ class ServingCore:
     self.max_prompt_length, self.max_length = limits.max_prompt_length, limits.max_length
     self.failure: BaseException | None = None
     self.trace: list[tuple] | None = None
+    self.on_end: Callable[[Ticket], None] | None = None
     self._device, self._stop_ids, self._on_failure = device, limits.stop_ids, on_failure
     self._scheduler = Scheduler(device.slots, device.groups, device.chunks, device.steps, limits.queue)
     self._tickets: set[Ticket] = set()  # of all that haven't ended
@@ -187,6 +189,8 @@ class ServingCore:
     self._scheduler.end(ticket)
     self._tickets.remove(ticket)
     self._finished[finish.reason] += 1
+    if self.on_end:
+      self.on_end(ticket)
     self._changed.notify_all()
 
   def _end_all(self, tickets: Iterable[Ticket], finish: Finish) -> None:
