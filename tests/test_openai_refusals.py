@@ -129,7 +129,7 @@ def test_values_out_of_range(live, core, field, value):
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_none(live, value):
-  body = '{"model": "fake", "prompt": "Hi", "temperature": %s}' % value
+  body = json.dumps(PROMPT | {"temperature": 0}).replace("0", value)
   response = live.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
   refused(response, 400, "temperature")
 
@@ -221,7 +221,7 @@ BODIES = {
   "a string": b'"x"',
   "a number of many digits": b'{"model": "fake", "prompt": "x", "n": 1' + b"0" * 5000 + b"}",
   **{f"a list {depth} deep": b"[" * depth + b"]" * depth for depth in (100, 900, 1100, 10**5)},
-  **{f"metadata {depth} deep": b'{"model":"fake","prompt":"x","metadata":' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+  **{f"metadata {depth} deep": b'{"model":"fake","prompt":"","metadata":' + b'{"":' * depth + b"1" + b"}" * (depth + 1)
      for depth in (20, 900, 10**4)},
   **{f"an unknown field {depth} deep": b'{"model":"fake","prompt":"x","y":' + b"[" * depth + b"]" * depth + b"}"
      for depth in (20, 900, 10**5)},

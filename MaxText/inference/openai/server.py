@@ -13,7 +13,6 @@ from MaxText.inference.openai.gate import Gate
 
 MAX_CONNECTIONS = 4096  # open at once, idle ones included; further ones get 503
 _HEADERS_SECONDS = 30  # that a new connection may stay without a request
-_CLOSING_SECONDS = 5  # that a connection may take to end its answer at shutdown
 
 
 class _Protocol(H11Protocol):
@@ -33,11 +32,12 @@ class _Server(uvicorn.Server):
 class Server:
   """The face, listening. `port` is where."""
 
-  def __init__(self, app: Gate, host: str, port: int):
+  def __init__(self, app: Gate, host: str, port: int, closing_seconds: int = 5):
     """Args:
     app: the face.
     host: the address to listen at.
     port: 0: any free one.
+    closing_seconds: that answers may take to be sent to their end at shutdown.
 
     Raises:
       UserError: the address can't be listened at.
@@ -59,7 +59,7 @@ class Server:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=_CLOSING_SECONDS,
+        timeout_graceful_shutdown=closing_seconds,
       )
     )
 

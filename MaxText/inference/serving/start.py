@@ -16,6 +16,11 @@ from MaxText.inference.tokenizer import K3Tokenizer
 from MaxText.progress import say
 
 
+def model_name(config: Any) -> str:
+  """What clients call the model."""
+  return config.serve_model_name or os.path.basename(os.path.normpath(checkpoint_directory(config)))
+
+
 def start_core(
   config: Any, tokenizer: K3Tokenizer, on_failure: Callable[[BaseException], None] | None = None
 ) -> ServingCore:
@@ -38,9 +43,8 @@ def start_core(
   device = Device(engine, slots, max_length)
   device.compile()
   say(f"{slots} slots of {max_length} tokens; compiled in {time.perf_counter() - started:.1f} s")
-  model = config.serve_model_name or os.path.basename(os.path.normpath(checkpoint_directory(config)))
   limits = Limits(
-    model,
+    model_name(config),
     engine.cfg.vocab_size,
     config.max_prefill_predict_length,
     max_length,
