@@ -24,7 +24,6 @@ from typing import Any
 from MaxText.configs.k3_config import initialize
 from MaxText.decode import load_tokenizer
 from MaxText.errors import UserError, exit_on_user_error
-from MaxText.inference.sampling import Sampling
 from MaxText.inference.serving.core import ServingCore, Snapshot
 from MaxText.inference.serving.metrics import Metrics
 from MaxText.inference.serving.requests import Request, Ticket, Unavailable
@@ -119,14 +118,7 @@ async def grpc_face(config: Any, core: EarlyCore, tokenizer: K3Tokenizer, key: s
     return
   from MaxText.inference.jetstream import service
 
-  settings = service.Settings(
-    host=config.serve_host,
-    port=config.serve_grpc_port,
-    api_key=key or "",
-    timeout=config.serve_request_seconds or None,
-    **Sampling.from_config(config)._asdict(),
-  )
-  server = await service.start(core, tokenizer, settings)
+  server = await service.start(core, tokenizer, service.Settings.from_config(config, key))
   say(f"JetStream: grpc://{config.serve_host}:{server.port}")
   try:
     yield

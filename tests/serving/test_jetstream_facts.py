@@ -13,6 +13,7 @@ from _grpc import ask, refused, serving, text_request, token_request
 from MaxText import decode
 from MaxText.configs.k3_config import initialize
 from MaxText.inference.jetstream.compat import jetstream_pb2
+from MaxText.inference.sampling import Sampling
 from MaxText.inference.serving.start import start_core
 
 ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
@@ -156,7 +157,7 @@ def test_sampling_is_the_servers_and_its_seed_repeats(core, tokenizer):
     prompt = text_request(PROMPTS[0], LONGEST)
     answers = []
     for seed in (1, 1, 2):
-      async with serving(core, tokenizer, temperature=5.0, seed=seed) as (stub, _):
+      async with serving(core, tokenizer, sampling=Sampling(temperature=5.0, seed=seed)) as (stub, _):
         answers.append((await ask(stub, prompt))[1])
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from _grpc import Decode, ask, echo, fake_core, refused, serving, text_request, token_request
 
+from MaxText.configs.k3_config import initialize
 from MaxText.errors import UserError
 from MaxText.inference.jetstream import service
 from MaxText.inference.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
@@ -248,6 +249,27 @@ def test_health_follows_the_engine_and_asks_for_no_key(tokenizer):
       assert not (await stub.HealthCheck(jetstream_pb2.HealthCheckRequest())).is_live
 
   asyncio.run(main())
+
+
+def test_settings_from_the_keys(tokenizer):
+  keys = ("serve_host=::1", "serve_grpc_port=0", "serve_request_seconds=7", "decode_sampling_strategy=topk",
+          "decode_sampling_top_k=4", "decode_sampling_temperature=0.5", "decode_sampling_seed=3")  # fmt: skip
+  settings = service.Settings.from_config(initialize(["test", "kimi-k3-tiny.yml", *keys]), "secret")
+
+  async def main():
+    core = fake_core()
+    server = await service.start(core, tokenizer, settings)
+    async with grpc.aio.insecure_channel(f"[::1]:{server.port}") as channel:
+      stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+      await ask(stub, text_request("a"), metadata=(("authorization", "Bearer secret"),))
+    await server.stop(0)
+    return core.requests[0]
+
+  request = asyncio.run(main())
+  assert (request.temperature, request.top_k, request.top_p, request.seed, request.timeout) == (0.5, 4, 1.0, 3, 7.0)
+  defaults = service.Settings.from_config(initialize(["test", "kimi-k3-tiny.yml"]))
+  assert (defaults.host, defaults.port, defaults.api_key, defaults.timeout) == ("127.0.0.1", 9000, None, None)
+  assert defaults.sampling.temperature == 0
 
 
 def test_the_key(tokenizer):

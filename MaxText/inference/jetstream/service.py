@@ -26,6 +26,7 @@ from grpc import StatusCode
 
 from MaxText.errors import UserError
 from MaxText.inference.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
+from MaxText.inference.sampling import Sampling
 from MaxText.inference.serving.log import RequestLog
 from MaxText.inference.serving.requests import (
   Core,
@@ -55,14 +56,18 @@ _METADATA, _NUM_SAMPLES = 7, 8
 _LATER_NAMES = {_NUM_SAMPLES: "num_samples"}
 
 
+_GREEDY = Sampling()
+_KEEPALIVE_MS = 60_000  # silence after which a connection is asked whether it still lives
+
+
 @dataclass(frozen=True)
 class Settings:
   """How the face runs.
 
   Attributes:
     host, port: where it listens; port 0: any free one.
-    api_key: what callers of `Decode` send as `authorization: Bearer …`; empty: nobody is asked.
-    temperature, top_k, top_p, seed: of every request, as in `Request`.
+    api_key: what callers of `Decode` send as `authorization: Bearer …`; None: nobody is asked.
+    sampling: of every request, numbers.
     timeout: seconds that a request may take; None: as long as the caller waits.
     max_message_bytes: of a call.
     max_calls: of `Decode`, open at once; further ones get RESOURCE_EXHAUSTED.
@@ -70,14 +75,22 @@ class Settings:
 
   host: str = "127.0.0.1"
   port: int = 0
-  api_key: str = ""
-  temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  seed: int = 0
+  api_key: str | None = None
+  sampling: Sampling = _GREEDY
   timeout: float | None = None
   max_message_bytes: int = 4 * 2**20
   max_calls: int = 1024
+
+  @classmethod
+  def from_config(cls, config: Any, api_key: str | None = None) -> "Settings":
+    """The `serve_*` and `decode_sampling_*` keys."""
+    return cls(
+      config.serve_host,
+      config.serve_grpc_port,
+      api_key,
+      Sampling.from_config(config),
+      config.serve_request_seconds or None,
+    )
 
 
 class _Refused(Exception):
@@ -192,7 +205,7 @@ class Service(jetstream_pb2_grpc.OrchestratorServicer):
       log.end(code.name, reason)
 
   def _check_key(self, context: grpc.aio.ServicerContext) -> None:
-    if not self._settings.api_key:
+    if self._settings.api_key is None:
       return
     given = dict(context.invocation_metadata() or ()).get("authorization", "")
     if not hmac.compare_digest(str(given).encode(), f"Bearer {self._settings.api_key}".encode()):
@@ -222,15 +235,11 @@ class Service(jetstream_pb2_grpc.OrchestratorServicer):
     room = self._core.max_length - len(prompt)
     if not 1 <= message.max_tokens <= room:
       raise _invalid(f"max_tokens={message.max_tokens} must lie in 1..{room} after a prompt of {len(prompt)} tokens")
-    s = self._settings
-    waits = [seconds for seconds in (s.timeout, context.time_remaining()) if seconds is not None]
+    waits = [seconds for seconds in (self._settings.timeout, context.time_remaining()) if seconds is not None]
     return output, Request(
       prompt,
       message.max_tokens,
-      temperature=s.temperature,
-      top_k=s.top_k,
-      top_p=s.top_p,
-      seed=s.seed,
+      **self._settings.sampling._asdict(),
       timeout=max(min(waits), 1e-3) if waits else None,
       name=name,
     )
@@ -276,6 +285,7 @@ async def start(core: Core, tokenizer: K3Tokenizer, settings: Settings) -> Serve
     options=(
       ("grpc.so_reuseport", 0),  # or a second server would share the port in silence
       ("grpc.max_receive_message_length", settings.max_message_bytes),
+      ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # or a caller whose machine has vanished would stay for hours
     ),
   )
   service = Service(core, tokenizer, settings)
