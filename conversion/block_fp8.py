@@ -5,7 +5,8 @@ in the release's own, which is the plain transpose of both arrays (`weight` and 
 layout). Scales of MXFP4's blocks are powers of two, so a product value · scale is exact wherever float32 can hold it.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
@@ -40,6 +41,7 @@ class Exactness:
     inexact_blocks: blocks with an inexact element.
     largest_absolute_error: |decoded − source|, in the weights' own unit.
     largest_relative_error: |decoded − source| / |source|; 1 where a value became zero.
+    squared_error, squared: sums of (decoded − source)² and source², of conversions by `from_float` alone.
   """
 
   elements: int = 0
@@ -48,6 +50,13 @@ class Exactness:
   inexact_blocks: int = 0
   largest_absolute_error: float = 0.0
   largest_relative_error: float = 0.0
+  squared_error: float = field(default=0.0, compare=False)
+  squared: float = field(default=0.0, compare=False)
+
+  @property
+  def relative_error(self) -> float:
+    """Of the whole: root of the mean squared error over that of the mean square."""
+    return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
 
   def __add__(self, other: "Exactness") -> "Exactness":
     return Exactness(
@@ -57,6 +66,8 @@ class Exactness:
       self.inexact_blocks + other.inexact_blocks,
       max(self.largest_absolute_error, other.largest_absolute_error),
       max(self.largest_relative_error, other.largest_relative_error),
+      self.squared_error + other.squared_error,
+      self.squared + other.squared,
     )
 
 
@@ -165,6 +176,8 @@ def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.nda
       inexact_blocks=int(inexact.sum()),
       largest_absolute_error=float(errors.max()),
       largest_relative_error=float(relative.max()),
+      squared_error=float(np.square(errors).sum()),
+      squared=float(np.square(source, dtype=np.float64).sum()),
     )
     result.put(rows, values.view(np.uint8), scales[0], found)
   return result.values, result.scales, result.exactness

@@ -307,10 +307,15 @@ class HeaderCheckpoint(ReleasedCheckpoint):
     tensors: every tensor, vision included, by its full name in the files.
   """
 
-  def __init__(self, directory: str):
-    """Raises `UserError`: see `read_index` and `read_shard`; or index and shards contradict each other."""
+  def __init__(self, directory: str, twins: str | None = None):
+    """Raises `UserError`: see `read_index` and `read_shard`; or index and shards contradict each other.
+
+    Args:
+      twins: a folder with stand-ins for shards that have been deleted since, headers with a hole behind.
+    """
     if not os.path.isdir(directory):
       raise UserError(f"{directory} is not a directory")
+    self._twins = twins
     self.tensors: dict[str, Tensor] = {}
     with _no_collector():
       super().__init__(directory)
@@ -334,18 +339,19 @@ class HeaderCheckpoint(ReleasedCheckpoint):
     return self.tensors[self._where[name][1]]
 
   def _read_index(self) -> dict[str, str]:
-    there = [file for file in (INDEX, SINGLE) if os.path.lexists(os.path.join(self.directory, file))]
+    folders = [folder for folder in (self.directory, self._twins) if folder]
+    there = [file for file in (INDEX, SINGLE) if any(os.path.lexists(os.path.join(f, file)) for f in folders)]
     if not there:
       raise UserError(f"{self.directory} holds neither {INDEX} nor {SINGLE}")
     if there[0] == SINGLE:
-      self.tensors = read_shard(self.directory, SINGLE)
+      self.tensors = self._read_shard(SINGLE)
       return dict.fromkeys(self.tensors, SINGLE)
     where, total = read_index(self.directory)
     listed: dict[str, set[str]] = {}
     for name, file in where.items():
       listed.setdefault(file, set()).add(name)
     for file, names in progress(sorted(listed.items()), len(listed), "reading headers"):
-      held = read_shard(self.directory, file)
+      held = self._read_shard(file)
       if names - held.keys():
         raise UserError(
           f"{os.path.join(self.directory, INDEX)} places {shown(min(names - held.keys()))} in {file}, which doesn't "
@@ -363,13 +369,17 @@ class HeaderCheckpoint(ReleasedCheckpoint):
       )
     return where
 
+  def _read_shard(self, file: str) -> dict[str, Tensor]:
+    gone = self._twins and not os.path.lexists(os.path.join(self.directory, file))
+    return read_shard(self._twins if gone and os.path.exists(os.path.join(self._twins, file)) else self.directory, file)
+
   def tensors_of(self, prefix: str, source: Source) -> tuple[str, ...]:
     """As `ReleasedCheckpoint.tensors_of`; an error names the shards as well."""
     try:
       return super().tensors_of(prefix, source)
     except UserError as error:
       stem = f"{prefix}{source.name}"
-      suffixes = dict.fromkeys((source.suffix, ".weight_packed", ".weight_scale"))
+      suffixes = dict.fromkeys((source.suffix, ".weight_packed", ".weight_scale", ".weight_scale_inv"))
       files = sorted({self._where[stem + s][0] for s in suffixes if stem + s in self._where})
       raise UserError(f"{error} (in {' and '.join(files)})" if files else str(error)) from error
 

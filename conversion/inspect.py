@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from conversion.headers import HeaderCheckpoint, read_json, shown
+from MaxText.checkpoint import check_is_safetensors
 from MaxText.configs.k3_config import initialize
 from MaxText.configs.model_config import ModelConfig
 from MaxText.configs.resolve import model_config
@@ -72,10 +73,11 @@ def read_model(directory: str, overrides: Sequence[str] = ()) -> ModelConfig:
     overrides: `key=value` of `K3Config`, as on a command line.
 
   Raises:
-    UserError: no config.json, or one that describes no model of the family.
+    UserError: no config.json, or one that describes no model of the family; see `check_is_safetensors` too.
   """
   if not os.path.isdir(directory):
     raise UserError(f"{directory} is not a directory")
+  check_is_safetensors(directory)  # before config.json is missed, which a conversion writes almost last
   read_json(directory, CONFIG)  # in what follows JSON is taken as it comes: keys twice, any depth, any size
   path = os.path.join(directory, CONFIG)
   return model_config(initialize(["inspect", "kimi-k3.yml", f"hf_config={path}", *overrides]), "cpu")
@@ -124,14 +126,20 @@ def check(checkpoint: HeaderCheckpoint, tree: WeightTree) -> Summary:
   return summary
 
 
-def inspect(directory: str, overrides: Sequence[str] = ()) -> tuple[HeaderCheckpoint, Summary]:
+def inspect(
+  directory: str, overrides: Sequence[str] = (), twins: str | None = None
+) -> tuple[HeaderCheckpoint, Summary]:
   """Reads a checkpoint's headers and compares them with the model of its config.json.
+
+  Args:
+    overrides: see `read_model`.
+    twins: see `HeaderCheckpoint`.
 
   Raises:
     UserError: see `read_model`, `HeaderCheckpoint` and `check`.
   """
   cfg = read_model(directory, overrides)
-  checkpoint = HeaderCheckpoint(directory)
+  checkpoint = HeaderCheckpoint(directory, twins)
   experts = cfg.num_experts * (cfg.num_layers - cfg.num_leading_layers)
   if experts > len(checkpoint.tensors):  # declarations of an absurd number would fill the memory
     raise UserError(

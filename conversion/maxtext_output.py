@@ -1,0 +1,268 @@
+"""Writes `MaxText.converted.layout`: each file of each array, made of the tensors that belong in it."""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+
+from conversion import pieces
+from conversion.block_fp8 import Exactness
+from conversion.journal import Record, sync_directory, write_file
+from conversion.matrices import to_block_fp8, to_float
+from conversion.pieces import Limit, Piece
+from conversion.source import Reader, names_of
+from MaxText import quantization
+from MaxText.configs.model_config import ModelConfig
+from MaxText.converted import layout
+from MaxText.converted.layout import DiskArray, StoredWeight
+from MaxText.errors import UserError
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Converted(NamedTuple):
+  """One instance of a weight, or a part of one, as it is stored."""
+
+  values: np.ndarray
+  scales: np.ndarray | None
+  method: str
+  exactness: Exactness
+
+
+@dataclass(frozen=True)
+class Part:
+  """What one file holds of a weight.
+
+  Attributes:
+    stored: the weight.
+    number: of the file, as `DiskArray.files` counts.
+    index: the part of the values' array.
+    instances: the lead indices of its instances.
+    rows: of the released tensor, which is cut along its first dimension; None where it is read whole.
+  """
+
+  stored: StoredWeight
+  number: int
+  index: tuple[slice, ...]
+  instances: tuple[tuple[int, ...], ...]
+  rows: slice | None
+
+  def prefix(self, instance: tuple[int, ...]) -> str:
+    stack = self.stored.stack
+    return stack.prefixes[int(np.ravel_multi_index(instance, stack.lead_shape)) if instance else 0]
+
+  def name(self, array: DiskArray, instance: tuple[int, ...]) -> str:
+    """Of a tensor in the manifest, such as "kda.experts.wi.values[3,17]" or "embed[0:5120,:]"."""
+    parts = [str(i) for i in instance]
+    if self.rows is not None:
+      cut = self.index[len(instance) :]
+      sizes = array.shape[len(instance) :]
+      parts += [":" if s.stop - s.start == n else f"{s.start}:{s.stop}" for s, n in zip(cut, sizes, strict=True)]
+    return f"{array.name}[{','.join(parts)}]" if parts else array.name
+
+
+def parts(stored: StoredWeight) -> list[Part]:
+  """All files of a weight."""
+  found, lead = [], len(stored.stack.lead_shape)
+  axes = stored.stack.weight.axes
+  for number, index in enumerate(stored.values.files()):
+    instances = tuple(itertools.product(*(range(s.start, s.stop) for s in index[:lead])))
+    # The two matrices that are cut are cut along the vocabulary, the first dimension of their released tensors.
+    whole = stored.values.file_shape[lead:] == stored.values.shape[lead:]
+    rows = None if whole else index[lead + axes.index("vocab")]
+    found.append(Part(stored, number, index, instances, rows))
+  return found
+
+
+def convert(reader: Reader, stored: StoredWeight, prefix: str, rows: slice | None = None) -> Converted:
+  """Reads and converts one instance of a weight, each of its released matrices by itself.
+
+  Raises:
+    UserError: a tensor that can't be read, or holds what can't be converted.
+  """
+  weight = stored.stack.weight
+  names = names_of(reader.checkpoint, prefix, weight.sources)
+  if stored.form is quantization.MXFP4:
+    unpacked = [pair[0] for pair in names if len(pair) == 1]
+    if unpacked:
+      raise UserError(f"{unpacked[0]} isn't packed: weight_format=mxfp4 needs MXFP4 experts")
+    values, scales = zip(*(reader.packed(pair) for pair in names), strict=True)
+    values, scales = weight.arrange(*values), weight.arrange(*scales)
+    return Converted(values, scales, pieces.PACKED, Exactness(elements=2 * values.size))
+  if stored.form is quantization.BlockFP8:
+    made = [to_block_fp8(reader, pair, inputs_first=True) for pair in names]
+    values = weight.arrange(*(values.T for values, _, _, _ in made)).reshape(weight.shape)
+    scales = stored.stack.block_scales([scales.T for _, scales, _, _ in made], stored.runs)
+    methods = {method for _, _, method, _ in made}
+    if len(methods) > 1:
+      raise UserError(f"{', '.join(itertools.chain(*names))}: of one weight some are packed and some aren't")
+    return Converted(values, scales, methods.pop(), sum((e for *_, e in made), Exactness()))
+  value = weight.arrange(*(reader.values(pair, rows) for pair in names))
+  value = value if rows is not None else value.reshape(weight.shape)
+  dtype = ts.dtype(stored.values.dtype).numpy_dtype
+  value, method, exactness = to_float(value, dtype, any(len(pair) == 2 for pair in names))
+  return Converted(value, None, method, exactness)
+
+
+class MaxTextOutput:
+  """DST/weights, piece by piece; see `pieces.Output`."""
+
+  def __init__(self, reader: Reader, cfg: ModelConfig, experts: str, dense: str, directory: str, limit: Limit):
+    """
+    Args:
+      experts, dense: of `layout.disk_storage`.
+      directory: DST.
+    """
+    self._reader, self._directory, self._limit = reader, directory, limit
+    stored = layout.stored_weights(cfg, layout.disk_storage(cfg, _BF16, experts, dense))
+    self._parts = {f"{name}/{part.number}": part for name, one in stored.items() for part in parts(one)}
+    self._arrays = [array for one in stored.values() for array in one.arrays]
+    self.arrays = layout.arrays_of(stored)
+    self._open: dict[str, ts.TensorStore] = {}
+    self._lock = threading.Lock()
+    self.pieces = sorted((self._piece(key, part) for key, part in self._parts.items()), key=lambda p: p.order)
+
+  def _piece(self, key: str, part: Part) -> Piece:
+    checkpoint, sources = self._reader.checkpoint, part.stored.stack.weight.sources
+    tensors = [
+      checkpoint.tensor(name)
+      for instance in part.instances
+      for names in names_of(checkpoint, part.prefix(instance), sources)
+      for name in names
+    ]
+    starts = []
+    for tensor in tensors:
+      skipped = 0 if part.rows is None else part.rows.start * (tensor.nbytes // tensor.shape[0])
+      starts.append((tensor.file, tensor.offset + skipped))
+    nbytes = sum(_file_bytes(array) for array in part.stored.arrays)
+    read = sum(tensor.nbytes for tensor in tensors) // len(part.instances)
+    read = read if part.rows is None else nbytes
+    # The file as an array, as TensorStore encodes it and as it joins the parts; one instance, read and rearranged.
+    memory = 3 * nbytes + 2 * read
+    return Piece(key, tuple(sorted({t.file for t in tensors})), min(starts), nbytes, memory, key, part)
+
+  def prepare(self, pieces: Sequence[Piece]) -> None:
+    try:
+      for array in self._arrays:
+        self._open[array.name] = array.open(self._directory, create=True)
+    except (ValueError, OSError) as error:
+      raise self._failed(array.name, error) from error
+
+  def write(self, piece: Piece) -> list[Record]:
+    part: Part = piece.work
+    stored = part.stored
+    records: list[Record] = []
+    arrays: list[list[np.ndarray]] = [[] for _ in stored.arrays]
+    for instance in part.instances:
+      made = convert(self._reader, stored, part.prefix(instance), part.rows)
+      self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
+      self._add(records, part, instance, made, arrays)
+    for array, instances in zip(stored.arrays, arrays, strict=True):
+      index = array.files()[part.number]
+      shape = tuple(s.stop - s.start for s in index)
+      # One instance, such as the largest matrices, is written from where it lies.
+      values = instances[0].reshape(shape) if len(instances) == 1 else np.stack(instances).reshape(shape)
+      instances.clear()
+      try:
+        self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
+      except (ValueError, OSError) as error:
+        raise self._failed(array.name, error) from error
+    return records
+
+  def _add(
+    self,
+    records: list[Record],
+    part: Part,
+    instance: tuple[int, ...],
+    made: Converted,
+    arrays: list[list[np.ndarray]],
+  ) -> None:
+    """Notes one instance's arrays and their digests."""
+    checkpoint = self._reader.checkpoint
+    sources = list(itertools.chain(*names_of(checkpoint, part.prefix(instance), part.stored.stack.weight.sources)))
+    files = [checkpoint.tensor(name).file for name in sources]
+    contents = (made.values,) if made.scales is None else (made.values, made.scales)
+    for array, content, into in zip(part.stored.arrays, contents, arrays, strict=True):
+      content = np.ascontiguousarray(content)
+      into.append(content)
+      is_scales = array is part.stored.scales
+      records.append(
+        pieces.record(
+          part.name(array, instance),
+          content.shape,
+          array.dtype,
+          content.nbytes,
+          hashlib.sha256(content.reshape(-1).view(np.uint8)).hexdigest(),
+          sources,
+          files,
+          "scales" if is_scales else made.method,
+          None if is_scales else made.exactness,
+        )
+      )
+
+  def _failed(self, name: str, error: Exception) -> UserError:
+    reason = str(error).splitlines()[0]
+    return UserError(
+      f"{self._directory}: {name} can't be written: {reason}; what is done is kept: once there is room, run the same "
+      "command again"
+    )
+
+  def finish(self) -> None:
+    for array in self._arrays:
+      folder = os.path.join(self._directory, layout.WEIGHTS, array.name)
+      for index in array.files():
+        path = os.path.join(folder, file_name(array, index))
+        size = os.path.getsize(path) if os.path.exists(path) else -1
+        if size != _file_bytes(array):
+          found = "is missing" if size < 0 else f"has {size:,} bytes, not {_file_bytes(array):,}"
+          raise UserError(
+            f"{path} {found}, though the journal has it as written; delete {self._directory} and convert again"
+          )
+      for parent, _, names in os.walk(folder):
+        for name in names:  # of writes that a killed run began
+          if name.endswith(".__lock"):
+            os.remove(os.path.join(parent, name))
+        sync_directory(parent)
+    weights = os.path.join(self._directory, layout.WEIGHTS)
+    write_file(os.path.join(weights, "_METADATA"), json.dumps(_orbax_metadata(self._arrays), sort_keys=True))
+    sync_directory(weights)
+
+
+def file_name(array: DiskArray, index: tuple[slice, ...]) -> str:
+  """Of the file that holds a part of an array, in the array's folder."""
+  numbers = [s.start // size for s, size in zip(index, array.file_shape, strict=True)]
+  return os.path.join("c", *map(str, numbers))
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_bytes(array: DiskArray) -> int:
+  """Of each file: its parts with a checksum of 4 bytes each, and an index with 16 bytes for each and a checksum."""
+  count = math.prod(n // part for n, part in zip(array.file_shape, array.part_shape, strict=True))
+  return math.prod(array.file_shape) * ts.dtype(array.dtype).numpy_dtype.itemsize + 20 * count + 4
+
+
+def _orbax_metadata(arrays: Sequence[DiskArray]) -> dict[str, Any]:
+  """What Orbax wants to know of a tree of arrays before it restores it."""
+
+  def leaf(array: DiskArray) -> tuple[str, dict[str, Any]]:
+    keys = tuple(array.name.split("."))
+    value = {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(array.file_shape)}
+    return str(keys), {"key_metadata": [{"key": key, "key_type": 2} for key in keys], "value_metadata": value}
+
+  return {
+    "tree_metadata": dict(map(leaf, arrays)),
+    "use_ocdbt": False,
+    "use_zarr3": True,
+    "store_array_data_equal_to_fill_value": True,
+    "custom_metadata": None,
+  }
