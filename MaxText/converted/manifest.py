@@ -91,4 +91,6 @@ def read_manifest(directory: str) -> Manifest:
   for value, known in choices:
     if value not in known:
       raise UserError(f"{path} names {value!r}, which is none of {', '.join(known)}")
+  if not isinstance(manifest.arrays, dict) or not all(isinstance(array, dict) for array in manifest.arrays.values()):
+    raise UserError(f"{path}: arrays must give each array's dtype and shapes by its name")
   return manifest
