@@ -56,6 +56,9 @@ def create_app(face: Face, registry: CollectorRegistry, key: str | None = None) 
   _add_generation(app, face)
   _add_models(app, face)
   _add_probes(app, face, registry)
+  schemas = app.openapi()["components"]["schemas"]  # FastAPI keeps it
+  for body in (CompletionRequest, ChatRequest):
+    schemas[body.__name__]["properties"]["model"]["enum"] = [face.core.model]
   return Gate(app, key, _BODY_BYTES + CHARS_PER_TOKEN * face.core.max_prompt_length)
 
 
