@@ -163,3 +163,25 @@ def test_sampling_is_the_servers_and_its_seed_repeats(core, tokenizer):
     assert answers[0] != answers[2]
 
   asyncio.run(main())
+
+
+def test_an_engine_that_fails_ends_every_stream_with_an_error_at_once(core, tokenizer, monkeypatch):
+  """Last in this file: the core doesn't come back from it."""
+
+  async def main():
+    async with serving(core, tokenizer) as (stub, _):
+      # Twice as many as there are slots, so that some wait in the queue.
+      calls = [asyncio.create_task(refused(stub, text_request(p, LONGEST))) for p in PROMPTS[:16]]
+
+      def broken(*args):
+        raise RuntimeError("the device is gone")
+
+      monkeypatch.setattr(core._device, "generate", broken)
+      async with asyncio.timeout(1):
+        ends = await asyncio.gather(*calls)
+      assert {code for code, _ in ends} <= {"INTERNAL", "UNAVAILABLE"}  # running or queued; not yet submitted
+      assert ("INTERNAL", "the engine has failed") in ends
+      assert not (await stub.HealthCheck(jetstream_pb2.HealthCheckRequest())).is_live
+      assert (await refused(stub, text_request(PROMPTS[0])))[0] == "UNAVAILABLE"
+
+  asyncio.run(main())
