@@ -330,6 +330,11 @@ class HeaderCheckpoint(ReleasedCheckpoint):
     """Names of the files that hold tensors."""
     return sorted({tensor.file for tensor in self.tensors.values()})
 
+  @property
+  def every_name(self) -> frozenset[str]:
+    """Names of all tensors, vision too, without the text model's prefix."""
+    return frozenset(self._where)
+
   def vision(self) -> list[Tensor]:
     """Tensors that may be there and that the text model doesn't read."""
     return [self.tensor(name) for name in self._where if name not in self.names]
@@ -337,6 +342,10 @@ class HeaderCheckpoint(ReleasedCheckpoint):
   def tensor(self, name: str) -> Tensor:
     """A tensor by its name without the text model's prefix."""
     return self.tensors[self._where[name][1]]
+
+  def full_name(self, name: str) -> str:
+    """A tensor's name in the files, by its name without the text model's prefix."""
+    return self._where[name][1]
 
   def _read_index(self) -> dict[str, str]:
     folders = [folder for folder in (self.directory, self._twins) if folder]

@@ -213,7 +213,7 @@ class MaxTextOutput:
   def _failed(self, name: str, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
     return UserError(
-      f"{self._directory}: {name} can't be written: {reason}; what is done is kept: once there is room, run the same "
+      f"{self._directory}: {name} can't be written: {reason}; what is done is kept: once that is mended, run the same "
       "command again"
     )
 

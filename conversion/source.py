@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -24,6 +24,7 @@ _DTYPES = {
   "F32": np.dtype(np.float32),
   "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+_CHUNK = 64 * 2**20
 
 
 class Reader:
@@ -38,8 +39,15 @@ class Reader:
     self._open: dict[str, int] = {}
     self._lock = threading.Lock()
 
+  def bytes_of(self, tensor: Tensor) -> Iterator[np.ndarray]:
+    """A tensor's bytes, some at a time."""
+    for start in range(0, tensor.nbytes, _CHUNK):
+      buffer = np.empty(min(_CHUNK, tensor.nbytes - start), np.uint8)
+      self._fill(tensor.file, tensor.offset + start, memoryview(buffer))
+      yield buffer
+
   def array(self, tensor: Tensor, rows: slice | None = None) -> np.ndarray:
-    """A tensor's values; of dtypes that this project doesn't compute with, its bytes.
+    """A tensor's values.
 
     Args:
       rows: of its first dimension; all where None.
@@ -54,8 +62,7 @@ class Reader:
       shape, offset, nbytes = (last - first, *shape[1:]), offset + first * row, (last - first) * row
     buffer = np.empty(nbytes, np.uint8)
     self._fill(tensor.file, offset, memoryview(buffer))
-    dtype = _DTYPES.get(tensor.dtype)
-    return buffer if dtype is None else buffer.view(dtype).reshape(shape)
+    return buffer.view(_DTYPES[tensor.dtype]).reshape(shape)
 
   def _fill(self, file: str, offset: int, buffer: memoryview) -> None:
     path = os.path.join(self.checkpoint.directory, file)
