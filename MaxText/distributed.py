@@ -45,6 +45,8 @@ _POLL_MILLISECONDS = 60_000  # of one call that waits for a word; it comes at on
 _BARRIER_MILLISECONDS = 4 * 3600 * 1000
 _END, _GONE = "kimi-k3/end", "kimi-k3/gone/"  # keys: why the run ends; which processes are on their way out
 _GOOD_END = "done"
+_TOLD = "kimi-k3/told/"  # keys: what the first process has told the others, in order
+_TOLD_TOGETHER = 1000  # words that are forgotten at once; nobody is so far behind
 
 
 class Place(NamedTuple):
@@ -272,6 +274,28 @@ def wait_for_all() -> None:
   if _run.client is not None:
     _run.barriers += 1
     _run.client.wait_at_barrier(f"kimi-k3/barrier/{_run.barriers}", _BARRIER_MILLISECONDS)
+
+
+def _told(number: int) -> str:
+  return f"{_TOLD}{number // _TOLD_TOGETHER}/{number}"
+
+
+def tell(number: int, words: str) -> None:
+  """The first process's words to the others, numbered from 0 on, which `hear` them."""
+  _run.client.key_value_set(_told(number), words)
+  block, place = divmod(number, _TOLD_TOGETHER)
+  if place == 0 and block > 1:
+    _run.client.key_value_delete(f"{_TOLD}{block - 2}/")
+
+
+def hear(number: int) -> str:
+  """Waits, however long, for words that the first process tells; when that is lost, this process is ended."""
+  while True:
+    try:
+      return _run.client.blocking_key_value_get(_told(number), _POLL_MILLISECONDS)
+    except jax.errors.JaxRuntimeError as error:
+      if "DEADLINE_EXCEEDED" not in str(error):
+        raise
 
 
 def place(value: np.ndarray, sharding: Sharding) -> jax.Array:

@@ -3,19 +3,18 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+from _hosts import PATIENCE, ROOT, Hosts
 
 from MaxText import decode, native_log, score
 from MaxText.distributed import Environment, environment
 from MaxText.errors import UserError
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(__file__), ".."))
 WORKER = os.path.join(os.path.dirname(__file__), "_hosts_worker.py")
 DECODE = os.path.join(ROOT, "MaxText", "decode.py")
 PROMPTS = ("The capital of France is", "The opposite of hot is", "The capital of Peru is", "The capital of Japan is")
@@ -26,62 +25,6 @@ ENDLESS = (
   "prompt=The", "decode_sampling_strategy=weighted", "decode_sampling_temperature=50.0", "decode_sampling_seed=11",
   "max_target_length=2000", "decode_steps_per_dispatch=1",
 )  # fmt: skip
-PATIENCE = 300  # seconds for what takes some ten on an idle machine
-
-
-def free_port():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
-
-
-class Hosts:
-  """Processes of one run on loopback, their output in files."""
-
-  def __init__(self, folder, count, *command, devices=2):
-    self.folder = folder
-    shared = {
-      "JAX_PLATFORMS": "cpu",
-      "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-      "JAX_NUM_PROCESSES": str(count),
-      "JAX_NUM_CPU_DEVICES": str(devices),
-      # Every process compiles for itself: quickly rather than well.
-      "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-      "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "kernels")]),
-    }
-    self.processes = []
-    for i in range(count):
-      with open(folder / f"out{i}", "wb") as out, open(folder / f"err{i}", "wb") as err:
-        environ = os.environ | shared | {"JAX_PROCESS_ID": str(i)}
-        self.processes.append(
-          subprocess.Popen([sys.executable, *command], stdout=out, stderr=err, env=environ, cwd=folder)
-        )
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    for process in self.processes:
-      with contextlib.suppress(ProcessLookupError):
-        process.kill()
-      process.wait()
-
-  def wait(self, seconds=PATIENCE):
-    """Exit statuses; raises where one hasn't ended after `seconds`."""
-    end = time.monotonic() + seconds
-    codes = [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
-    time.sleep(0.5)  # native_log.py writes once its process has gone
-    return codes
-
-  def out(self, process):
-    return (self.folder / f"out{process}").read_text(encoding="utf-8", errors="replace")
-
-  def err(self, process):
-    return (self.folder / f"err{process}").read_text(encoding="utf-8", errors="replace")
-
-  def assert_only_the_first_spoke(self):
-    assert [self.out(i) + self.err(i) for i in range(1, len(self.processes))] == [""] * (len(self.processes) - 1)
-    assert "Traceback" not in self.err(0)
 
 
 @pytest.fixture(scope="module")

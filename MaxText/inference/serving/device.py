@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from MaxText.distributed import fetch
+from MaxText.distributed import fetch, wait_for_all
 from MaxText.inference.cache import cache_bytes
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SAMPLING_DTYPES, Sampling
@@ -58,6 +58,7 @@ class Device:
   def compile(self) -> None:
     """Compiles all that will ever run, and runs it once on nothing."""
     self.engine.compile_programs(self.slots, self._max_length, self.groups, self.chunks)
+    wait_for_all()
     self._reset(np.full(self.groups, -1, np.int32))
     for size in progress(self.chunks, len(self.chunks), "warming up"):
       self.prefill(size, ())

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 
+from MaxText import distributed
 from MaxText.configs.resolve import describe_implementations
 from MaxText.errors import UserError
 from MaxText.inference.engine import checkpoint_directory, load_engine
 from MaxText.inference.serving.core import Limits, ServingCore
 from MaxText.inference.serving.device import Device
+from MaxText.inference.serving.processes import LeadingDevice, follow
 from MaxText.inference.tokenizer import K3Tokenizer
 from MaxText.progress import say
 
@@ -23,11 +25,14 @@ def model_name(config: Any) -> str:
 
 def start_core(
   config: Any, tokenizer: K3Tokenizer, on_failure: Callable[[BaseException], None] | None = None
-) -> ServingCore:
+) -> ServingCore | None:
   """Loads the engine, compiles all that requests will need, and starts the core.
 
   Args:
     on_failure: called in the engine's thread when it has failed, once every stream has ended.
+
+  Returns:
+    The core. Of several processes the first has it; in the others this returns None once that core has stopped.
 
   Raises:
     UserError: see `load_engine`; the tokenizer is another model's.
@@ -40,9 +45,13 @@ def start_core(
     raise UserError(f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocab_size is {engine.cfg.vocab_size}")
   say(f"{describe_implementations(engine.cfg)}; weights read in {time.perf_counter() - started:.1f} s")
   started = time.perf_counter()
-  device = Device(engine, slots, max_length)
+  leads = distributed.several() and distributed.is_first()
+  device = (LeadingDevice if leads else Device)(engine, slots, max_length)
   device.compile()
   say(f"{slots} slots of {max_length} tokens; compiled in {time.perf_counter() - started:.1f} s")
+  if not distributed.is_first():
+    follow(device)
+    return None
   limits = Limits(
     model_name(config),
     engine.cfg.vocab_size,
