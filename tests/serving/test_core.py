@@ -157,7 +157,7 @@ def test_a_failed_row_ends_that_request_alone(core):
   run(work())
 
 
-def test_a_cancelled_request_frees_its_slot_at_the_next_step(core, device):
+def test_a_cancelled_request_makes_way_for_the_next(core, device):
   async def work():
     device.may_go_on.clear()
     tickets = [core.submit(Request((i,), 90)) for i in (0, 200, 400)]
@@ -167,12 +167,27 @@ def test_a_cancelled_request_frees_its_slot_at_the_next_step(core, device):
     assert (await answer(tickets[0]))[1] == Finish("cancelled")
     device.may_go_on.set()
     assert await answer(tickets[2]) == (list(range(401, 491)), Finish("length"))
-    assert (await answer(tickets[1]))[1] == Finish("length")
+    assert await answer(tickets[1]) == (list(range(201, 291)), Finish("length"))
+    assert tickets[2].first_token < tickets[1].ended  # it didn't wait for the other
     tickets[1].cancel()
-    assert any(0 in stopped for _, stopped in device.generated) or device.generated[0][1] == set()
 
   run(work())
   assert core.snapshot().finished == {"cancelled": 1, "length": 2}
+
+
+def test_a_cancelled_request_takes_no_further_step_on_the_device(core, device):
+  async def work():
+    device.may_go_on.clear()
+    tickets = [core.submit(Request((i,), 90)) for i in (0, 200)]
+    await until(lambda: tickets[1].tokens == 1)
+    tickets[0].cancel()
+    device.may_go_on.set()
+    assert (await answer(tickets[1]))[1] == Finish("length")
+    assert (await answer(tickets[0]))[0] == [1]
+
+  run(work())
+  assert [stopped for _, stopped in device.generated[:3]] == [set(), {0}, set()]
+  assert device.last[0] == 5  # the dispatch that ran when it was cancelled, and none after
 
 
 def test_one_who_waits_can_be_cancelled_and_times_out(core, device):

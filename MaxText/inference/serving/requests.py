@@ -91,7 +91,7 @@ class Ticket(Protocol):
     ...
 
   def cancel(self) -> None:
-    """Ends the request: its slot is free at the next step. From any thread, any number of times, also when it's over."""
+    """Ends the request: its slot is free at the next step. From any thread; a second time it does nothing."""
     ...
 
 
