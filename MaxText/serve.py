@@ -21,6 +21,7 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from MaxText import distributed
 from MaxText.configs.k3_config import initialize
 from MaxText.decode import load_tokenizer
 from MaxText.errors import UserError, exit_on_user_error
@@ -145,10 +146,17 @@ class Ending:
 
   def _signalled(self) -> None:
     if self.asked:
-      say("a second signal: ending at once")
-      os._exit(1)
+      end_now(1, "a second signal: ending at once")
     self.asked = True
     self._event.set()
+
+
+def end_now(status: int, text: str) -> None:
+  """Ends this process and its others, whatever their threads do: compiling can't be interrupted."""
+  if distributed.several():
+    distributed.end(status, text)
+  say(text)
+  os._exit(status)
 
 
 def end_if_hanging(status: int) -> None:
@@ -178,8 +186,7 @@ async def serve(config: Any, tokenizer: K3Tokenizer, key: str | None) -> None:
     stopped = asyncio.create_task(ending.wait())
     await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-      say("stopped while starting")
-      os._exit(0)  # compiling can't be interrupted, and nobody is being served
+      end_now(0, "stopped while starting")
     running = starting.result()
     running.on_end = metrics.observe
     core.running = running
@@ -208,6 +215,11 @@ def main(argv: Sequence[str]) -> None:
   if config.serve_http_port < 0 and config.serve_grpc_port < 0:
     raise UserError("serve_http_port=-1 and serve_grpc_port=-1 leave nobody to serve")
   tokenizer = load_tokenizer(config)
+  if not distributed.is_first():
+    for number in (signal.SIGTERM, signal.SIGINT):  # which come to all: the first process says when it's over
+      signal.signal(number, signal.SIG_IGN)
+    start_core(config, tokenizer)
+    return
   _raise_file_limit()
   asyncio.run(serve(config, tokenizer, key))
 

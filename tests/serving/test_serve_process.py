@@ -47,6 +47,7 @@ def last(lines):
   return data[-1] if data[-1] == "[DONE]" else json.loads(data[-1])
 
 
+@pytest.mark.slow
 def test_a_term_lets_streams_finish(server):
   process = server("serve_grpc_port=-1", "serve_log_prompts=true", start_seconds=2)
   assert not any("JetStream" in line for line in process.lines)
@@ -70,6 +71,7 @@ def test_a_term_lets_streams_finish(server):
   assert json.loads(process.said('.*"reason": "length".*"prompt".*')[0])["prompt"] == ["Hi"]
 
 
+@pytest.mark.slow
 def test_after_the_grace_period_the_rest_get_an_error(server):
   process = server("serve_grace_seconds=0.3").ready()
   with stream(process) as lines:
@@ -81,6 +83,7 @@ def test_after_the_grace_period_the_rest_get_an_error(server):
   assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(server):
   process = server("serve_grace_seconds=1000").ready()
   with stream(process), contextlib.suppress(httpx.HTTPError):
@@ -90,6 +93,7 @@ def test_a_second_signal_ends_at_once(server):
     assert process.ended(5)[0] == 1
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_starts(server):
   process = server(start_seconds=1000)
   assert httpx.get(f"{process.url}/health").status_code == 200
@@ -97,6 +101,7 @@ def test_a_signal_while_it_starts(server):
   assert process.ended(5)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_failing_engine_ends_streams_and_the_process(server):
   process = server(environment={serve.KEY_VARIABLE: "sesame"}).ready()
   with stream(process) as lines:
