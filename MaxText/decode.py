@@ -157,7 +157,7 @@ def decode(config: Any, engine: Engine, prompts: list[list[int]], outputs: list[
   def show(tokens):
     for token, output in zip(tokens[: len(outputs)], outputs, strict=True):
       if token == FAILED:
-        raise RuntimeError("the model's logits are not finite")
+        raise UserError("the model's logits are not finite; look for values that aren't in its checkpoint")
       if token != NO_TOKEN:
         piece = output.push(int(token))
         if alone:

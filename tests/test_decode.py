@@ -135,6 +135,18 @@ def test_the_full_model_says_what_it_needs_in_one_line(tmp_path):
   assert "found 1 cpu device(s)" in line
 
 
+def test_logits_that_arent_finite_are_an_error(monkeypatch):
+  def poisoned(*arguments):
+    engine = load_engine(*arguments)
+    engine.params["norm"] = engine.params["norm"] * np.nan
+    return engine
+
+  load_engine = decode.load_engine
+  monkeypatch.setattr(decode, "load_engine", poisoned)
+  with pytest.raises(UserError, match="not finite"):
+    run("kimi-k3-tiny.yml", "prompt=The", *SHORT)
+
+
 BAD = {
   "no prompt": ((), "no prompt"),
   "two prompts": (("prompt=a", "prompt_file=b"), "prompt and prompt_file"),

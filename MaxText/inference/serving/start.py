@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from MaxText import distributed
+from MaxText.checkpoint import checkpoint_directory
 from MaxText.configs.resolve import describe_implementations
 from MaxText.errors import UserError
-from MaxText.inference.engine import checkpoint_directory, load_engine
+from MaxText.inference.engine import load_engine
 from MaxText.inference.serving.core import Limits, ServingCore
 from MaxText.inference.serving.device import Device
 from MaxText.inference.serving.processes import LeadingDevice, follow
