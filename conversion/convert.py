@@ -14,13 +14,14 @@ from contextlib import closing, contextmanager
 
 from conversion import journal, pieces, report
 from conversion.hf_output import HfOutput
-from conversion.inspect import inspect, read_model
+from conversion.inspect import inspect_model
 from conversion.journal import Journal
 from conversion.maxtext_output import MaxTextOutput
 from conversion.options import Options, parse_keys
 from conversion.pieces import Limit, Output, Piece
 from conversion.source import Reader, identity, keep_headers
 from conversion.stamp import stamp
+from MaxText.configs.model_config import ModelConfig
 from MaxText.converted.manifest import MANIFEST, WORK, Manifest, is_converted, read_manifest
 from MaxText.errors import UserError, exit_on_user_error
 from MaxText.progress import progress_bytes, say
@@ -55,7 +56,7 @@ def convert(source: str, directory: str, options: Options) -> Manifest | None:
   twins = os.path.join(work, _TWINS)
   if os.path.exists(os.path.join(directory, MANIFEST)):
     return _finished(source, directory, options)
-  checkpoint, _ = inspect(source, twins=twins)
+  cfg, checkpoint, _ = inspect_model(source, twins=twins)
   try:
     os.makedirs(work, exist_ok=True)
     source_id = identity(checkpoint, twins)
@@ -70,7 +71,7 @@ def convert(source: str, directory: str, options: Options) -> Manifest | None:
       if options.free_source:
         keep_headers(checkpoint, twins)
       reader, limit = Reader(checkpoint), Limit(options.max_inexact)
-      output = _output(reader, read_model(source), options, directory, limit)
+      output = _output(reader, cfg, options, directory, limit)
       _run(output, reader, notes, work, options, limit)
     if options.worker_count is not None:
       return None
@@ -104,7 +105,7 @@ def _finished(source: str, directory: str, options: Options) -> Manifest:
   return manifest
 
 
-def _output(reader: Reader, cfg, options: Options, directory: str, limit: Limit) -> Output:
+def _output(reader: Reader, cfg: ModelConfig, options: Options, directory: str, limit: Limit) -> Output:
   kind = MaxTextOutput if options.layout == "maxtext" else HfOutput
   return kind(reader, cfg, options.experts, options.dense, directory, limit)
 

@@ -126,10 +126,19 @@ def check(checkpoint: HeaderCheckpoint, tree: WeightTree) -> Summary:
   return summary
 
 
-def inspect(
-  directory: str, overrides: Sequence[str] = (), twins: str | None = None
-) -> tuple[HeaderCheckpoint, Summary]:
+def inspect(directory: str, overrides: Sequence[str] = ()) -> tuple[HeaderCheckpoint, Summary]:
   """Reads a checkpoint's headers and compares them with the model of its config.json.
+
+  Raises:
+    UserError: see `inspect_model`.
+  """
+  return inspect_model(directory, overrides)[1:]
+
+
+def inspect_model(
+  directory: str, overrides: Sequence[str] = (), twins: str | None = None
+) -> tuple[ModelConfig, HeaderCheckpoint, Summary]:
+  """As `inspect`, with the model.
 
   Args:
     overrides: see `read_model`.
@@ -146,7 +155,7 @@ def inspect(
       f"{os.path.join(directory, CONFIG)} asks for {experts:,} experts, its shards hold {len(checkpoint.tensors):,} "
       "tensors"
     )
-  return checkpoint, check(checkpoint, kimi_k3.weight_tree(cfg))
+  return cfg, checkpoint, check(checkpoint, kimi_k3.weight_tree(cfg))
 
 
 def describe(checkpoint: HeaderCheckpoint, summary: Summary) -> str:

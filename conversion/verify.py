@@ -17,13 +17,14 @@ from dataclasses import dataclass
 
 from conversion import pieces
 from conversion.headers import HeaderCheckpoint, read_index
-from conversion.inspect import inspect, read_model
+from conversion.inspect import inspect_model, read_model
 from conversion.journal import Record
 from conversion.options import parse_keys
 from conversion.pieces import Piece
 from conversion.readback import HfResult, MaxTextResult, Mismatch, Result
 from conversion.source import Reader
 from MaxText.checkpoint import INDEX
+from MaxText.configs.model_config import ModelConfig
 from MaxText.converted.manifest import MANIFEST, TENSORS, Manifest, is_converted, read_manifest
 from MaxText.errors import UserError, exit_on_user_error
 from MaxText.progress import progress_bytes
@@ -65,8 +66,13 @@ def verify(source: str, directory: str, options: VerifyOptions) -> str:
     raise UserError(f"DST={directory} holds no {MANIFEST}: it isn't a conversion's")
   manifest = read_manifest(directory)
   records = _records(directory, manifest)
-  reader = _source(source, manifest)
-  result = _result(reader, source, directory, manifest)
+  cfg, checkpoint = _source(source, manifest)
+  reader = None if checkpoint is None else Reader(checkpoint)
+  result: Result
+  if manifest.layout == "maxtext":
+    result = MaxTextResult(reader, cfg, directory, manifest)
+  else:
+    result = HfResult(reader, Reader(HeaderCheckpoint(directory)))
   missing, more = sorted(result.names - records.keys()), sorted(records.keys() - result.names)
   if missing or more:
     name, lacks, has = (missing[0], TENSORS, directory) if missing else (more[0], directory, TENSORS)
@@ -109,8 +115,8 @@ def _records(directory: str, manifest: Manifest) -> dict[str, Record]:
   return {record["name"]: record for record in map(json.loads, raw.splitlines())}
 
 
-def _source(source: str, manifest: Manifest) -> Reader | None:
-  """The source, or None where shards are missing.
+def _source(source: str, manifest: Manifest) -> tuple[ModelConfig, HeaderCheckpoint | None]:
+  """The source's model and headers; None for those where shards are missing.
 
   Raises:
     UserError: it isn't there, is broken, or isn't what DST was made of.
@@ -131,14 +137,8 @@ def _source(source: str, manifest: Manifest) -> Reader | None:
   if os.path.exists(os.path.join(source, INDEX)):
     where, _ = read_index(source)
     if not all(os.path.lexists(os.path.join(source, file)) for file in set(where.values())):
-      return None
-  return Reader(inspect(source)[0])
-
-
-def _result(reader: Reader | None, source: str, directory: str, manifest: Manifest) -> Result:
-  if manifest.layout == "maxtext":
-    return MaxTextResult(reader, read_model(source), directory, manifest)
-  return HfResult(reader, Reader(HeaderCheckpoint(directory)))
+      return read_model(source), None
+  return inspect_model(source)[:2]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,0 +1,153 @@
+"""Speed of the converter: a part of a K3 layer at full size, against copying its result and against a usual tool.
+
+`python bench/convert.py [--experts N] [--repeats R] [--directory DIR] [--peer-python PATH] [--json FILE]`
+
+The source is made here: two layers with K3's sizes, N experts of random MXFP4, a small vocabulary. All rows take turns
+in one run, on the cores at hand, and the table shows medians (bench/README.md).
+"""
+
+import os
+import sys
+
+# Run as a file, Python puts this folder first on the path, where it would hide packages of the same names.
+if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
+  sys.path[0] = os.path.dirname(sys.path[0])
+sys.path.append(os.path.join(sys.path[0], "scripts"))
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import skeleton_checkpoint
+
+from conversion.convert import convert
+from conversion.inspect import inspect
+from conversion.options import Options
+from MaxText.errors import UserError, exit_on_user_error
+from MaxText.progress import say
+
+# Two layers: the leading one, and one with experts. A sixteenth of the vocabulary.
+LAYERS = ("base_num_decoder_layers=2", "kda_layers=[1,2]", "full_attn_layers=[]", "vocab_size=10240")
+FULL_OUTPUT = 2.78e12  # bytes of all of K3 in block-FP8: 2.72 trillion expert values, the rest in bfloat16
+PEER_MATRICES = 24
+NO_PEER = (
+  "the row of compressed-tensors is left out: make an environment as bench/README.md says and pass --peer-python PATH"
+)
+
+
+def copy(directory: str, target: str) -> float:
+  """Seconds of `cp` and `sync` of a directory's files."""
+  shutil.rmtree(target, ignore_errors=True)
+  started = time.perf_counter()
+  subprocess.run(["cp", "-r", directory, target], check=True)
+  files = [os.path.join(folder, name) for folder, _, names in os.walk(target) for name in names]
+  for first in range(0, len(files), 1000):
+    subprocess.run(["sync", *files[first : first + 1000]], check=True)
+  seconds = time.perf_counter() - started
+  shutil.rmtree(target)
+  return seconds
+
+
+def ask_peer(python: str, directory: str, repeats: int) -> dict[str, Any]:
+  helper = os.path.join(os.path.dirname(os.path.abspath(__file__)), "requantize_peer.py")
+  environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+  try:
+    ended = subprocess.run(
+      [python, helper, directory, str(PEER_MATRICES), str(repeats)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+  except OSError as error:
+    raise UserError(f"--peer-python {python}: {error.strerror}") from error
+  if ended.returncode:
+    raise UserError("the environment of --peer-python failed (see above); bench/README.md says how to make it")
+  return json.loads(ended.stdout)
+
+
+def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+  """Runs all rows; bytes and seconds of each."""
+  source, made = os.path.join(folder, "source"), os.path.join(folder, "made")
+  say("making the source …")
+  skeleton_checkpoint.write(source, [*LAYERS, f"num_experts={args.experts}"], shards=4)
+  skeleton_checkpoint.fill_experts(source)
+  os.sync()
+  rows: dict[str, dict[str, Any]] = {}
+
+  def add(name: str, seconds: float, nbytes: int) -> None:
+    rows.setdefault(name, {"seconds": [], "nbytes": nbytes})["seconds"].append(seconds)
+
+  started = time.perf_counter()
+  inspect(source)
+  start_up = time.perf_counter() - started
+  for i in range(args.repeats):
+    for layout in ("maxtext", "hf"):
+      shutil.rmtree(made, ignore_errors=True)
+      os.sync()
+      started = time.perf_counter()
+      manifest = convert(source, made, Options(layout=layout))
+      add(f"conversion.convert, layout={layout}", time.perf_counter() - started, manifest.nbytes)
+      if layout == "maxtext":
+        os.sync()
+        add("cp and sync of that result", copy(made, os.path.join(folder, "copy")), manifest.nbytes)
+    say(f"round {i + 1} of {args.repeats}")
+  shutil.rmtree(made)
+  peer = None
+  if args.peer_python:
+    peer = ask_peer(args.peer_python, source, args.repeats)
+    rows["compressed-tensors and torch: decode, quantise; nothing written"] = peer
+  return {"rows": rows, "start_up": start_up, "exactness": manifest.exactness, "peer": peer}
+
+
+def report(found: dict[str, Any], args: argparse.Namespace, load: float) -> None:
+  rates = {name: row["nbytes"] / statistics.median(row["seconds"]) for name, row in found["rows"].items()}
+  print(
+    f"{len(os.sched_getaffinity(0))} cores, load before {load:.1f}; {args.experts} experts; median of {args.repeats}"
+  )
+  if found["peer"]:
+    print(", ".join(f"{k} {v}" for k, v in found["peer"]["versions"].items()), f"{found['peer']['threads']} threads")
+  print("\n| what | output GB | s | output GB/s | fastest … slowest s |\n| --- | ---: | ---: | ---: | ---: |")
+  for name, row in found["rows"].items():
+    low, high = min(row["seconds"]), max(row["seconds"])
+    seconds = statistics.median(row["seconds"])
+    print(f"| {name} | {row['nbytes'] / 1e9:.2f} | {seconds:.2f} | {rates[name] / 1e9:.3f} | {low:.2f} … {high:.2f} |")
+  ours, copied, *_ = rates.values()
+  names = list(rates)
+  ratios = {"layout=maxtext / cp and sync": ours / copied}
+  if found["peer"]:
+    ratios["layout=maxtext / compressed-tensors and torch"] = ours / rates[names[-1]]
+  print()
+  for name, ratio in ratios.items():
+    print(f"{name}: {ratio:.2f}×")
+  print(f"of each conversion some {found['start_up']:.1f} s are start-up: reading headers and the configuration")
+  print(f"the full checkpoint at that rate: {FULL_OUTPUT / ours / 3600:.1f} hours (arithmetic, not measured)")
+  if args.json:
+    with open(args.json, "w", encoding="utf-8") as f:
+      json.dump(found | {"ratios": ratios}, f, indent=2)
+      f.write("\n")
+
+
+def main(argv: Sequence[str]) -> None:
+  parser = argparse.ArgumentParser(prog="bench/convert.py", description=__doc__.split("\n", 1)[0])
+  parser.add_argument("--experts", type=int, default=112, metavar="N", help="experts of the layer (K3 has 896)")
+  parser.add_argument("--repeats", type=int, default=3, metavar="R", help="measurements of each row")
+  parser.add_argument("--directory", metavar="DIR", help="where to write; needs about four times the result")
+  parser.add_argument("--peer-python", metavar="PATH", help="python of an environment with compressed-tensors")
+  parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+  args = parser.parse_args(argv[1:])
+  if args.experts < 16 or args.repeats < 1:
+    raise UserError("--experts must be at least 16 and --repeats at least 1")
+  load = os.getloadavg()[0]
+  if load > 0.5:
+    say(f"other work is running here (load {load:.1f} on {os.cpu_count()} cores): the figures are provisional")
+  if not args.peer_python:
+    say(NO_PEER)
+  with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+    report(measure(args, folder), args, load)
+
+
+if __name__ == "__main__":
+  exit_on_user_error(main, sys.argv)
