@@ -163,7 +163,8 @@ main() {
     test)
       set_up
       cd -- "$root"
-      exec "$venv/bin/python" -m pytest "$@"
+      # A file's tests stay together, for the sake of what they share.
+      exec "$venv/bin/python" -m pytest -n 2 --dist loadfile "$@"
       ;;
     *)
       echo "usage: setup.sh [decode [key=value…] | test [pytest args]]" >&2
