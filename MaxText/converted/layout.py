@@ -123,7 +123,7 @@ class StoredWeight:
 def ways(cfg: ModelConfig) -> int:
   """Over how many devices a tensor group can split this model at most, up to `MAX_WAYS`."""
   sizes = [cfg.kda_num_heads, cfg.mla_num_heads, cfg.vocab_size, cfg.mlp_size, cfg.latent_size, cfg.num_experts]
-  return math.gcd(MAX_WAYS, *sizes)
+  return math.gcd(MAX_WAYS, *sizes, cfg.num_shared_experts * cfg.moe_intermediate_size)
 
 
 def disk_storage(cfg: ModelConfig, dtype: Any, experts: str, dense: str) -> Storage:
