@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,52 +162,47 @@ class MaxTextOutput:
     part: Part = piece.work
     stored = part.stored
     records: list[Record] = []
-    arrays: list[list[np.ndarray]] = [[] for _ in stored.arrays]
-    for instance in part.instances:
+    files: list[np.ndarray] = []  # of values and scales: [instances, …]
+    for i, instance in enumerate(part.instances):
       made = convert(self._reader, stored, part.prefix(instance), part.rows)
       self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
-      self._add(records, part, instance, made, arrays)
-    for array, instances in zip(stored.arrays, arrays, strict=True):
+      arrays = [made.values] if made.scales is None else [made.values, made.scales]
+      if len(part.instances) == 1:  # the largest matrices are written from where they lie
+        files = [np.ascontiguousarray(array)[None] for array in arrays]
+      elif not files:
+        files = [np.empty((len(part.instances), *array.shape), array.dtype) for array in arrays]
+      for file, array in zip(files, arrays, strict=True):
+        if len(part.instances) > 1:
+          file[i] = array
+      records += self._records(part, instance, [file[i] for file in files], made)
+    for array, file in zip(stored.arrays, files, strict=True):
       index = array.files()[part.number]
-      shape = tuple(s.stop - s.start for s in index)
-      # One instance, such as the largest matrices, is written from where it lies.
-      values = instances[0].reshape(shape) if len(instances) == 1 else np.stack(instances).reshape(shape)
-      instances.clear()
+      values = file.reshape([s.stop - s.start for s in index])
       try:
         self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
       except (ValueError, OSError) as error:
         raise self._failed(array.name, error) from error
     return records
 
-  def _add(
-    self,
-    records: list[Record],
-    part: Part,
-    instance: tuple[int, ...],
-    made: Converted,
-    arrays: list[list[np.ndarray]],
-  ) -> None:
-    """Notes one instance's arrays and their digests."""
-    checkpoint = self._reader.checkpoint
-    sources = list(itertools.chain(*names_of(checkpoint, part.prefix(instance), part.stored.stack.weight.sources)))
+  def _records(
+    self, part: Part, instance: tuple[int, ...], contents: list[np.ndarray], made: Converted
+  ) -> Iterator[Record]:
+    """Digests of one instance's values and scales, contiguous as they are written."""
+    checkpoint, stored = self._reader.checkpoint, part.stored
+    sources = list(itertools.chain(*names_of(checkpoint, part.prefix(instance), stored.stack.weight.sources)))
     files = [checkpoint.tensor(name).file for name in sources]
-    contents = (made.values,) if made.scales is None else (made.values, made.scales)
-    for array, content, into in zip(part.stored.arrays, contents, arrays, strict=True):
-      content = np.ascontiguousarray(content)
-      into.append(content)
-      is_scales = array is part.stored.scales
-      records.append(
-        pieces.record(
-          part.name(array, instance),
-          content.shape,
-          array.dtype,
-          content.nbytes,
-          hashlib.sha256(content.reshape(-1).view(np.uint8)).hexdigest(),
-          sources,
-          files,
-          "scales" if is_scales else made.method,
-          None if is_scales else made.exactness,
-        )
+    for array, content in zip(stored.arrays, contents, strict=True):
+      is_scales = array is stored.scales
+      yield pieces.record(
+        part.name(array, instance),
+        content.shape,
+        array.dtype,
+        content.nbytes,
+        hashlib.sha256(content.reshape(-1).view(np.uint8)).hexdigest(),
+        sources,
+        files,
+        "scales" if is_scales else made.method,
+        None if is_scales else made.exactness,
       )
 
   def _failed(self, name: str, error: Exception) -> UserError:
