@@ -89,6 +89,18 @@ def test_frequencies_are_those_of_the_formula_and_of_maxtext(strategy):
     assert np.all(np.abs(seen - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws))
 
 
+def test_a_cut_after_the_temperature_is_over_scaled_probabilities():
+  x, temperature, top_k, top_p = logits(64, seed=6), 0.6, 20, 0.75
+  left = np.asarray(cut(rows(64, top_k=top_k, top_p=top_p, cut_temperature=temperature), x))
+  # In float64: scaled, the k likeliest, then those of them that together reach top_p.
+  for row, mine in zip(x.astype(np.float64) / temperature, left, strict=True):
+    order = np.argsort(-row)[:top_k]
+    share = np.exp(row[order] - row[order].max())
+    share /= share.sum()
+    expected = order[: np.searchsorted(np.cumsum(share), top_p) + 1]
+    assert set(np.flatnonzero(np.isfinite(mine)).tolist()) == set(expected.tolist())
+
+
 def test_a_row_draws_the_same_in_any_place_and_company():
   x = logits(6, seed=3)
   sampling = Sampling(
@@ -96,6 +108,7 @@ def test_a_row_draws_the_same_in_any_place_and_company():
     jnp.array([0, 0, 5, 0, 3, 0]),
     jnp.array([1.0, 1.0, 1.0, 0.5, 0.9, 1.0]),
     jnp.array([1, 2, 3, 4, 5, 2**32 - 1], jnp.uint32),
+    jnp.array([1.0, 1.0, 1.0, 2.0, 0.7, 1.0]),
   )
   positions = jnp.arange(6)
   together = np.asarray(sample(sampling, x, positions))
@@ -143,4 +156,4 @@ def test_log_probabilities_are_the_formulas():
 )  # fmt: skip
 def test_maxtexts_keys_become_numbers(keys, expected):
   config = initialize(["test", "kimi-k3-tiny.yml", "decode_sampling_temperature=2.0", "decode_sampling_seed=7", *keys])
-  assert Sampling.from_config(config) == (*expected, 7)
+  assert Sampling.from_config(config) == (*expected, 7, 1.0)

@@ -67,7 +67,7 @@ class Engine:
     self.row_spec = rows = P(DATA if cfg.parallel.splits_batch else None)
     self.weight_specs = weight = jax.tree.map(lambda a: a.sharding.spec, params)
     cache, whole = cache_specs(cfg), P()
-    sampling_rows = Sampling(rows, rows, rows, rows)
+    sampling_rows = Sampling(*(rows for _ in Sampling()))
     state = DecodeState(cache, rows, rows, rows, sampling_rows, rows)
     by_step = P(None, *rows)
     self._reset = self.program(partial(steps.reset_slots, cfg), (cache, rows), cache, donate=(0,))
@@ -307,7 +307,7 @@ class Engine:
     return distributed.place(np.asarray(values, dtype), NamedSharding(self.mesh, self.row_spec))
 
   def generate(self, state: DecodeState) -> tuple[jax.Array, DecodeState]:
-    """Up to `steps_per_dispatch` steps in one call of a compiled program; it ends early when no slot is active.
+    """Up to `steps_per_dispatch` steps in one call of a compiled program; it ends early when a slot does.
 
     Returns:
       (tokens [steps, B] int32, `NO_TOKEN` where a slot had stopped or `FAILED`; state). The state given is donated.

@@ -1,7 +1,8 @@
 """Choosing tokens from logits: every row in its own way, all in one program.
 
-MaxText's strategies are values of four numbers a row (`Sampling.from_config`). As there, cuts come before the
-temperature: top-k first, then top-p over what it has left.
+MaxText's strategies are values of five numbers a row (`Sampling.from_config`): top-k first, then top-p over what it has
+left. Under which temperature top-p adds up probabilities is a number too: MaxText's cuts come before the temperature,
+those of OpenAI's API (as vLLM has it) after it.
 """
 
 from typing import Any, NamedTuple
@@ -20,12 +21,14 @@ class Sampling(NamedTuple):
     top_k: int32, only the k likeliest are drawn from; 0: all.
     top_p: float32, only the likeliest that together reach this probability are drawn from; 1: all.
     seed: uint32, of a row's draws.
+    cut_temperature: float32, of the probabilities that `top_p` is about; 1: the model's own.
   """
 
   temperature: Any = 0.0
   top_k: Any = 0
   top_p: Any = 1.0
   seed: Any = 0
+  cut_temperature: Any = 1.0
 
   @classmethod
   def from_config(cls, config: Any) -> "Sampling":
@@ -39,7 +42,7 @@ class Sampling(NamedTuple):
     )
 
 
-SAMPLING_DTYPES = Sampling(jnp.float32, jnp.int32, jnp.float32, jnp.uint32)
+SAMPLING_DTYPES = Sampling(jnp.float32, jnp.int32, jnp.float32, jnp.uint32, jnp.float32)
 
 
 def sample(sampling: Sampling, logits: jax.Array, positions: jax.Array) -> jax.Array:
@@ -77,7 +80,8 @@ def cut(sampling: Sampling, logits: jax.Array) -> jax.Array:
   ordered = jnp.sort(logits, axis=-1, descending=True)
   most = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)
   allowed = jnp.where(jnp.arange(vocabulary) < most[:, None], ordered, -jnp.inf)
-  reached = jnp.cumsum(jax.nn.softmax(allowed, axis=-1), axis=-1)
+  heat = jnp.maximum(sampling.cut_temperature, _COLDEST)[:, None]
+  reached = jnp.cumsum(jax.nn.softmax(allowed / heat, axis=-1), axis=-1)
   enough = jnp.sum(reached < sampling.top_p[:, None], axis=-1)  # the place of the token that reaches top_p
   last = jnp.where(sampling.top_p < 1, jnp.minimum(enough, most - 1), most - 1)
   return jnp.where(logits >= jnp.take_along_axis(ordered, last[:, None], axis=-1), logits, -jnp.inf)

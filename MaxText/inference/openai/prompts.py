@@ -141,13 +141,15 @@ def _requests(
 ) -> list[Request]:
   """The n requests of one prompt. With a seed each prompt's answers are what they would be without the others."""
   seeds = [secrets.randbits(32) if body.seed is None else (body.seed + i) % 2**32 for i in range(body.n or 1)]
+  temperature = 1.0 if body.temperature is None else body.temperature
   return [
     Request(
       tuple(prompt),
       length,
-      temperature=1.0 if body.temperature is None else body.temperature,
+      temperature=temperature,
       top_k=min(max(body.top_k or 0, 0), face.core.vocab_size),
       top_p=1.0 if body.top_p is None else body.top_p,
+      cut_temperature=temperature,
       seed=seed,
       logprobs=logprobs,
       timeout=face.timeout,

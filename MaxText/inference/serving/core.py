@@ -173,6 +173,7 @@ class ServingCore:
       raise InvalidRequest(f"the prompt or stop ids hold ids outside 0..{most - 1}")
     for what, value, fine, possible in (
       ("temperature", request.temperature, 0 <= request.temperature < math.inf, "0 or more"),
+      ("cut_temperature", request.cut_temperature, 0 <= request.cut_temperature < math.inf, "0 or more"),
       ("top_k", request.top_k, 0 <= request.top_k < 2**31, "0 (all) to 2^31 − 1"),
       ("top_p", request.top_p, 0 <= request.top_p <= 1, "0 to 1"),
       ("seed", request.seed, 0 <= request.seed < 2**32, "0 to 2^32 − 1"),
@@ -279,7 +280,7 @@ class ServingCore:
 
 
 def _start(request: Request) -> Start:
-  sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed)
+  sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed, request.cut_temperature)
   return Start(request.max_tokens, sampling, request.logprobs is not None)
 
 

@@ -37,6 +37,7 @@ class Request:
     temperature: 0 is greedy.
     top_k: only the k likeliest tokens are drawn from; 0: all.
     top_p: only the likeliest tokens that together reach this probability are drawn from; 1: all.
+    cut_temperature: of the probabilities that `top_p` is about; 1: the model's own.
     seed: of this request's draws, 0 to 2^32 − 1. Equal requests with equal seeds get equal tokens, beside any others.
     logprobs: how many alternatives each token is reported with; None: no log-probabilities at all.
     stop_ids: ids that end the sequence, besides the engine's own. The token that stops is reported.
@@ -49,6 +50,7 @@ class Request:
   temperature: float = 0.0
   top_k: int = 0
   top_p: float = 1.0
+  cut_temperature: float = 1.0
   seed: int = 0
   logprobs: int | None = None
   stop_ids: frozenset[int] = frozenset()
