@@ -32,7 +32,7 @@ class Manifest:
     tensors: how many lines `tensors.jsonl` has.
     tensors_sha256: hex digest of that file.
     nbytes: of all tensors.
-    exactness: sums of what was lost, as `conversion.block_fp8.Exactness` has them.
+    exactness: what was done -> number of tensors and sums of what was lost, as `conversion.block_fp8.Exactness`.
     source: what it was made of: path and sha256 of its config.json and its index.
     tool: versions of this project and of what wrote the files.
     arrays: `layout.arrays_of` what was written; empty in layout "hf".
