@@ -103,11 +103,10 @@ def exchange(devices):
   cases = (
     ((6, 8, 5), P(None, "tensor"), True),  # layers that four don't divide
     ((3, 4), P(), True),  # fewer layers than replicas
-    ((1, 4), P(None, "tensor"), True),
     ((8, 6), P("tensor"), False),
     ((8, 6), P(("data", "tensor")), True),  # no replicas
   )
-  for dtype in (jnp.float4_e2m1fn, jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.uint8):
+  for dtype in (jnp.float4_e2m1fn, jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32):
     for shape, spec, stacked in cases:
       whole = jax.random.randint(jax.random.key(0), shape, 0, 16).astype(dtype)
       whole = np.asarray(whole)
