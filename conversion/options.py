@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from MaxText.converted.manifest import LAYOUTS, SCOPES, WEIGHT_FORMATS
+from MaxText.converted.manifest import LAYOUTS, SCOPES, WEIGHT_FORMATS, Formats
 from MaxText.errors import UserError
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Formats):
   """Keys of a command line.
 
   Attributes:
@@ -58,16 +58,6 @@ class Options:
       raise UserError(f"worker_index={self.worker_index} must be from 0 to worker_count - 1={self.worker_count - 1}")
     if self.free_source and self.worker_count is not None:
       raise UserError("free_source=true needs one machine alone: a worker doesn't know which shards others still read")
-
-  @property
-  def experts(self) -> str:
-    """As `Storage.experts`."""
-    return "plain" if self.weight_format == "bfloat16" else self.weight_format
-
-  @property
-  def dense(self) -> str:
-    """As `Storage.dense`."""
-    return "block_fp8" if self.scope == "all" else "plain"
 
   @property
   def result(self) -> dict[str, str]:

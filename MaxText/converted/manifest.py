@@ -21,8 +21,25 @@ SCOPES = ("experts", "all")
 LAYOUTS = ("maxtext", "hf")
 
 
+class Formats:
+  """What a conversion's `weight_format` and `scope` mean to the model that reads it; see `Storage`."""
+
+  weight_format: str
+  scope: str
+
+  @property
+  def experts(self) -> str:
+    """`weight_format` key that holds the experts as they are stored."""
+    return "plain" if self.weight_format == "bfloat16" else self.weight_format
+
+  @property
+  def dense(self) -> str:
+    """`dense_weight_format` key that holds other large matrices as they are stored."""
+    return "block_fp8" if self.scope == "all" else "plain"
+
+
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Formats):
   """What a converted checkpoint says of itself.
 
   Attributes:
@@ -48,16 +65,6 @@ class Manifest:
   source: dict[str, Any]
   tool: dict[str, str]
   arrays: dict[str, Any] = field(default_factory=dict)
-
-  @property
-  def experts(self) -> str:
-    """`weight_format` key that holds the experts as they are stored."""
-    return "plain" if self.weight_format == "bfloat16" else self.weight_format
-
-  @property
-  def dense(self) -> str:
-    """`dense_weight_format` key that holds other large matrices as they are stored."""
-    return "block_fp8" if self.scope == "all" else "plain"
 
   def to_json(self) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION} | {f.name: getattr(self, f.name) for f in fields(self)}

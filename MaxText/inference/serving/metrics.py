@@ -7,20 +7,10 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from MaxText.inference.serving.core import Snapshot
+
 _FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-
-
-class Numbers(Protocol):
-  """See `core.Snapshot`."""
-
-  waiting: int
-  slots: int
-  slots_in_use: int
-  tokens_in: int
-  tokens_out: int
-  finished: dict[str, int]
-  cache_bytes: int
 
 
 class Timed(Protocol):
@@ -35,7 +25,7 @@ class Timed(Protocol):
 class Source(Protocol):
   """What is measured."""
 
-  def snapshot(self) -> Numbers | None:
+  def snapshot(self) -> Snapshot | None:
     """None: there is nothing to measure yet."""
     ...
 
