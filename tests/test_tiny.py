@@ -183,3 +183,20 @@ def test_the_checkpoint_is_small_and_in_the_released_layout(config):
   assert all(size % 128 == 0 for size in (cfg.hidden_size, cfg.latent_size, cfg.moe_intermediate_size, cfg.mlp_size))
   assert len({n for n in released.names if n.endswith("weight_packed")}) == 12 * 16 * 3
   assert weights.count(kimi_k3.weight_tree(cfg)) > 11e6
+
+
+def test_a_dispatch_ends_when_a_sequence_does_and_the_rest_go_on(engine, tokenizer):
+  prompts = [tokenizer.encode(f.prompt) for f in FACTS[:2]]
+  rest = [generate(engine, [prompt], slots=8)[0] for prompt in prompts]
+  logits, cache = engine.prefill(prompts, engine.init_cache(8, MAX_LENGTH))
+  most = [3, MAX_LENGTH - len(prompts[1])]  # tokens that each may choose
+  state = engine.start(logits, cache, np.array(most + [0] * 6))
+  first = np.asarray(state.tokens)
+  tokens, state = engine.generate(state)
+  assert np.flatnonzero(state.active).tolist() == [1]
+  assert np.all(np.asarray(tokens)[2:] == NO_TOKEN)
+  ids = np.concatenate([first[None], np.asarray(tokens)[:2]]).T[:2].tolist()
+  assert ids == [rest[0][:3], rest[1][:3]]
+  tokens, state = engine.generate(state)
+  after = [t for t in np.asarray(tokens)[:, 1].tolist() if t != NO_TOKEN and t not in engine.stop_ids]
+  assert ids[1] + after == rest[1]

@@ -115,7 +115,7 @@ def generate(
   steps: jax.Array,
   stopped: jax.Array,
 ) -> tuple[Chosen, DecodeState]:
-  """Decode steps of all active slots, fewer when none is left.
+  """Decode steps of all active slots, until one of them ends: someone may be waiting for its slot.
 
   Args:
     most: the most steps.
@@ -126,17 +126,20 @@ def generate(
     ([most, B] …, state).
   """
 
-  # Whether any slot of any data group goes on: all groups take the same number of steps, since they compute together.
+  state = state._replace(active=state.active & ~stopped)
+  began = state.active
+
+  # All data groups take the same number of steps, since they compute together.
   def go_on(carry):
-    i, alive, _, _ = carry
-    return (i < steps) & alive
+    i, all_active, _, _ = carry
+    return (i < steps) & all_active
 
   def step(carry):
     i, _, state, out = carry
     logits, cache = kimi_k3.decode_step(cfg, params, state.tokens, state.active, state.cache)
     chosen, state = _choose(cfg, stop_ids, state._replace(cache=cache), state.active, logits)
     out = jax.tree.map(lambda rows, row: rows.at[i].set(row), out, chosen)
-    return i + 1, cfg.parallel.any_row(state.active), state, out
+    return i + 1, ~cfg.parallel.any_row(began & ~state.active), state, out
 
   slots, count = len(state.tokens), alternatives(cfg)
   out = Chosen(
@@ -145,9 +148,8 @@ def generate(
     jnp.zeros((most, slots, count), jnp.int32),
     jnp.zeros((most, slots, count), jnp.float32),
   )
-  state = state._replace(active=state.active & ~stopped)
-  alive = cfg.parallel.any_row(state.active)
-  _, _, state, out = jax.lax.while_loop(go_on, step, (jnp.int32(0), alive, state, out))
+  some = cfg.parallel.any_row(began)
+  _, _, state, out = jax.lax.while_loop(go_on, step, (jnp.int32(0), some, state, out))
   return out, state
 
 

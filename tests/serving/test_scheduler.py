@@ -143,14 +143,15 @@ def test_a_slot_that_is_left_stops_at_the_next_dispatch_and_only_if_nobody_has_i
   actions(room, 4)
   room.end(a)
   assert a.slot is None
-  assert room.next() == Decode(32, seats(b), frozenset({0}))
+  # A short dispatch: whoever has left may ask again at once.
+  assert room.next() == Decode(4, seats(b), frozenset({0}))
   assert room.next() == Decode(32, seats(b), frozenset())
   room.end(b)
   assert room.next() is None
   (c,) = submitted(room, 5)
   actions(room, 2)
   assert c.slot == 0
-  assert room.next() == Decode(32, seats(c), frozenset({1}))
+  assert room.next() == Decode(4, seats(c), frozenset({1}))
 
 
 def test_a_slot_taken_over_before_a_dispatch_goes_on():

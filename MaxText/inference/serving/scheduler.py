@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from MaxText.inference.serving.requests import Overloaded
 
-_SHORT_DISPATCH = 4  # decode steps while someone waits for a slot or for the rest of a prompt
+_SHORT_DISPATCH = 4  # decode steps while someone waits for a slot or for the rest of a prompt, or is likely to come
 
 
 @dataclass(eq=False)
@@ -183,7 +183,8 @@ class Scheduler:
   def _decode(self) -> Decode:
     self._allowance = self._chunks[-1]
     stopped, self._stopped = frozenset(self._stopped), set()
-    someone_waits = self._waiting or self._prefilling
+    # Whoever has his answer often asks again at once, and could have the slot that was left.
+    someone_waits = self._waiting or self._prefilling or stopped
     steps = min(_SHORT_DISPATCH, self._steps) if someone_waits else self._steps
     return Decode(steps, _by_slot(self._decoding), stopped)
 
