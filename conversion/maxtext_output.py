@@ -160,9 +160,21 @@ class MaxTextOutput:
 
   def write(self, piece: Piece) -> list[Record]:
     part: Part = piece.work
+    files, records = self._make(part)
+    for array, file in zip(part.stored.arrays, files, strict=True):
+      index = array.files()[part.number]
+      values = file.reshape([s.stop - s.start for s in index])
+      try:
+        self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
+      except (ValueError, OSError) as error:
+        raise self._failed(array.name, error) from error
+    return records
+
+  def _make(self, part: Part) -> tuple[list[np.ndarray], list[Record]]:
+    """What the files of a weight's values and scales hold, [instances, …] each, and the tensors' records."""
     stored = part.stored
     records: list[Record] = []
-    files: list[np.ndarray] = []  # of values and scales: [instances, …]
+    files: list[np.ndarray] = []
     for i, instance in enumerate(part.instances):
       made = convert(self._reader, stored, part.prefix(instance), part.rows)
       self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
@@ -175,14 +187,7 @@ class MaxTextOutput:
         if len(part.instances) > 1:
           file[i] = array
       records += self._records(part, instance, [file[i] for file in files], made)
-    for array, file in zip(stored.arrays, files, strict=True):
-      index = array.files()[part.number]
-      values = file.reshape([s.stop - s.start for s in index])
-      try:
-        self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
-      except (ValueError, OSError) as error:
-        raise self._failed(array.name, error) from error
-    return records
+    return files, records
 
   def _records(
     self, part: Part, instance: tuple[int, ...], contents: list[np.ndarray], made: Converted
