@@ -92,7 +92,8 @@ def delta_step(
   Returns:
     (o [..., V], new state [..., K, V]), float32.
   """
-  state = state * jnp.exp(g)[..., None]
+  # XLA would compute the exponential anew for each of the V columns that it meets.
+  state = state * jax.lax.optimization_barrier(jnp.exp(g))[..., None]
   predicted = jnp.einsum("...kv,...k->...v", state, k, precision=jax.lax.Precision.HIGHEST)
   correction = beta[..., None] * (v - predicted)
   state = state + k[..., None] * correction[..., None, :]
@@ -131,7 +132,9 @@ def kda_decode_reference(
   q_n = l2norm(y[:, 0]) * key_dim**-0.5
   k_n = l2norm(y[:, 1])
   g = log_decay(decay, a_log, dt_bias, gate_lower_bound)
-  o, new = delta_step(old, q_n, k_n, y[:, 2], g, jax.nn.sigmoid(beta.astype(jnp.float32)))
+  # XLA would compute these small things anew for each of the state's K·V entries that they meet.
+  q_n, k_n, v_n, g, b = jax.lax.optimization_barrier((q_n, k_n, y[:, 2], g, jax.nn.sigmoid(beta.astype(jnp.float32))))
+  o, new = delta_step(old, q_n, k_n, v_n, g, b)
   out = gated_rms_norm(o, gate, o_norm, norm_eps)
   # A select, not a product: an idle row's inputs may be NaN.
   out = jnp.where(active[:, None, None], out, 0.0).astype(q.dtype)
