@@ -122,13 +122,13 @@ def _run(output: Output, reader: Reader, notes: Journal, work: str, options: Opt
   if options.worker_count is not None:
     mine = pieces.share(mine, options.worker_index, options.worker_count)
   todo = [piece for piece in mine if piece.id not in done]
+  freed = _Freed(reader, todo) if options.free_source else None
   if not todo:
     return
   output.prepare(todo)
   total, left = (sum(piece.nbytes for piece in some) for some in (mine, todo))
   memory = max(_LEAST_MEMORY, options.workers * _WORKER_MEMORY)
   running = pieces.run(todo, output.write, options.workers, memory)
-  freed = _Freed(reader, todo) if options.free_source else None
   try:
     for piece, records in progress_bytes(running, lambda item: item[0].nbytes, total - left, total, "converting"):
       flushed = notes.add(piece.id, records)
