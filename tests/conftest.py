@@ -12,13 +12,13 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several test process
 
 
 def pytest_addoption(parser):
-  parser.addoption("--run-compile", action="store_true", help="run the longer AOT compile checks for TPU as well")
+  parser.addoption("--run-compile", action="store_true", help="run the longer checks as well: AOT compiles for TPU, and minutes of kills")
 
 
 def pytest_collection_modifyitems(config, items):
   if config.getoption("--run-compile"):
     return
-  longer = [item for item in items if item.get_closest_marker("compile")]
+  longer = [item for item in items if any(item.get_closest_marker(name) for name in ("compile", "long"))]
   if longer:
     config.hook.pytest_deselected(items=longer)
-    items[:] = [item for item in items if not item.get_closest_marker("compile")]
+    items[:] = [item for item in items if item not in longer]

@@ -16,7 +16,7 @@ import tiny_facts
 FACTS = tiny_facts.facts()
 SHORT = ("max_target_length=48", "max_prefill_predict_length=32")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_dense_matrices_are_the_sources_blocks_scaled_by_their_largest(held, ori
   assert seen > 15
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_shard_on_every_mesh_is_its_slice_of_the_whole(held):
   directories = [str(held(*one)) for one in (("block_fp8", "all"), ("mxfp4",))]
   done = subprocess.run(
@@ -97,7 +97,7 @@ def test_every_shard_on_every_mesh_is_its_slice_of_the_whole(held):
   assert done.stdout == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_read_each_byte_once(held, tmp_path):
   directory = held("block_fp8", "all")
   mesh = ("ici_data_parallelism=2", "ici_tensor_parallelism=2")

@@ -191,12 +191,13 @@ def test_an_unknown_command_is_a_usage_error(checkout):
 # --- conftest.py -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "outcome"), [([], "1 passed, 1 deselected"), (["--run-compile"], "2 passed")])
+@pytest.mark.parametrize(("options", "outcome"), [([], "1 passed, 2 deselected"), (["--run-compile"], "3 passed")])
 def test_compile_checks_run_only_when_asked_for(tmp_path, options, outcome):
   shutil.copy(ROOT / "tests/conftest.py", tmp_path)
   shutil.copy(ROOT / "pyproject.toml", tmp_path)
   (tmp_path / "test_two.py").write_text(
-    "import pytest\n\ndef test_short(): pass\n\n@pytest.mark.compile\ndef test_long(): pass\n"
+    "import pytest\n\ndef test_short(): pass\n\n@pytest.mark.compile\ndef test_compiled(): pass\n\n"
+    "@pytest.mark.long\ndef test_long(): pass\n"
   )
   command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_two.py", *options]
   ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -46,7 +46,7 @@ def _convert(source: str, directory: str, layout: str) -> None:
   main(["convert", source, directory, f"layout={layout}", "workers=2"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["maxtext", "hf"])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(layout, folder, undisturbed):
   """SIGKILL after a random time, again and again; whenever a conversion is finished, a new one begins."""

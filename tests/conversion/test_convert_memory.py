@@ -32,7 +32,7 @@ def source(tmp_path_factory):
   shutil.rmtree(directory)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("keys", [("scope=experts",), ("layout=hf", "scope=all")], ids="-".join)
 def test_a_layer_of_full_size_takes_less_than_3_gib(keys, source, tmp_path):
   """Experts of 33 MB each, and the largest matrices there are: 528 MB of q, k and v, 484 MB of the leading MLP."""

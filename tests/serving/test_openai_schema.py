@@ -23,7 +23,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_schemathesis_finds_nothing(request, tmp_path):
   tokenizer = K3Tokenizer.from_directory(request.config.rootpath / TINY)
   core = FakeCore(tokenizer.vocab_size, queue=1000)

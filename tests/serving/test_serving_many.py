@@ -18,7 +18,7 @@ WORKER = os.path.join(os.path.dirname(__file__), "_serving_worker.py")
 COMMON = (*KEYS, "prefill_chunk_size=32", "decode_steps_per_dispatch=8")
 SPLIT = ("per_device_batch_size=2", "ici_data_parallelism=2", "parallel_mode=throughput")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def results(path):
