@@ -12,7 +12,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several test process
 
 
 def pytest_addoption(parser):
-  parser.addoption("--run-compile", action="store_true", help="run the longer checks as well: AOT compiles for TPU, and minutes of kills")
+  parser.addoption("--run-compile", action="store_true", help="run the longer checks as well")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -47,6 +47,7 @@ def _convert(source: str, directory: str, layout: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)  # some thirty conversions, each of which reads the configuration first
 @pytest.mark.parametrize("layout", ["maxtext", "hf"])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(layout, folder, undisturbed):
   """SIGKILL after a random time, again and again; whenever a conversion is finished, a new one begins."""
@@ -229,7 +230,7 @@ def test_signals_end_it_in_one_line(number, status, folder):
     from conversion.convert import main
     from MaxText.errors import exit_on_user_error
     def preadv(*_):
-      os.write(1, b"reading\n")
+      os.write(1, b"reading\\n")
       time.sleep(600)
     os.preadv = preadv
     exit_on_user_error(main, ["convert", {str(TINY)!r}, {str(folder / "made")!r}])
