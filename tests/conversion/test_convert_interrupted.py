@@ -214,7 +214,7 @@ def test_a_full_disk(layout, folder, undisturbed):
     check=False,
   )
   if ended.returncode == 77 or "unshare" in ended.stderr:
-    pytest.skip("no mounts without root here: allow user namespaces (kernel.unprivileged_userns_clone=1), or run as root")
+    pytest.skip("no mounts here: run as root, or allow user namespaces (kernel.unprivileged_userns_clone=1)")
   assert ended.returncode == 2, ended.stderr
   errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
   assert len(errors) == 1 and "No space left on device" in errors[0] and "Traceback" not in ended.stderr
