@@ -64,11 +64,11 @@ def wide(tmp_path_factory):
   return (*WIDE, f"load_parameters_path={directory}")
 
 
-def assert_same(got, expected):
+def assert_same(got, expected, atol=1e-4):
+  """float32 sums over devices come in another order: seen 1e-5 with the trained model."""
   np.testing.assert_array_equal(got["tokens"], expected["tokens"])
   for name in ("prefill", "after"):
-    # float32 sums over devices come in another order: seen 1e-5.
-    np.testing.assert_allclose(got[name], expected[name], atol=1e-4)
+    np.testing.assert_allclose(got[name], expected[name], atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,9 @@ def test_many_devices_compute_what_one_does(devices, overrides, weight_format, t
 )
 def test_32_devices_compute_what_one_does(overrides, wide, tmp_path, one_device):
   formats = tuple(o for o in overrides if o.startswith("weight_format"))
-  assert_same(results(tmp_path, 32, *wide, *overrides), one_device(*wide, *formats))
+  # Random weights amplify rounding more: logits of order 1 differ by 2e-5 … 1.1e-4 from mesh to mesh and from machine
+  # to machine. The bound is the one of the golden files in float32.
+  assert_same(results(tmp_path, 32, *wide, *overrides), one_device(*wide, *formats), atol=5e-4)
 
 
 @pytest.mark.parametrize(
