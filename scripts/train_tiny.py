@@ -228,7 +228,7 @@ def main() -> None:
   args = parser.parse_args()
   absl_logging.set_verbosity(absl_logging.ERROR)  # tokamax tells of its autotuning cache at every call
 
-  config = initialize(["train_tiny", "kimi-k3-tiny.yml", "kda_prefill_implementation=xla_chunked",
+  config = initialize(["train_tiny", "kimi-k3-tiny.yml", "cpu_threads=0", "kda_prefill_implementation=xla_chunked",
                        "grouped_matmul_implementation=dense", "scan_layers=false"])  # fmt: skip
   cfg = model_config(config, "cpu")
   tree = kimi_k3.weight_tree(cfg)

@@ -70,6 +70,9 @@ class K3Config(MaxTextConfig):
     description="How other large matrices are held; auto: as a converted checkpoint holds them, else plain beside "
     "plain experts and block_fp8 beside others.",
   )
+  cpu_threads: int = Field(
+    0, description="Threads of a product on a CPU, for the first configuration of a process; 0: one a core.", ge=0
+  )
   # Parallelism
   parallel_mode: Literal["latency", "throughput"] = Field(
     "latency", description="Over ici_data_parallelism: the same tokens everywhere, or each group its own."
@@ -320,8 +323,11 @@ def _in_yml(path: str, key: str) -> Any:
   return _in_yml(base, key) if os.path.isfile(base) else None
 
 
-def _join_processes(argv: Sequence[str]) -> None:
-  """Joins this run's other processes, by MaxText's keys for it; before mistakes in any others, which all then share."""
+def _start_jax(argv: Sequence[str]) -> None:
+  """What has to be settled before JAX looks for devices: the platform, a CPU's threads, this run's other processes.
+
+  It comes before mistakes in any other keys, which all processes then share.
+  """
   given = {key: value for key, _, value in (argument.partition("=") for argument in argv)}
   if given.get("compile_topology"):
     return
@@ -337,6 +343,9 @@ def _join_processes(argv: Sequence[str]) -> None:
   tpu = _has_tpu() and setting("hardware", "tpu") == "tpu"
   if not tpu and not jax.config.jax_platforms:
     jax.config.update("jax_platforms", "cpu")
+  threads = setting("cpu_threads", 0)
+  if isinstance(threads, int) and threads > 0:
+    os.environ["NPROC"] = str(threads)  # where XLA looks; JAX has no option for it
   skip = setting("skip_jax_distributed_system", None)
   if skip is not True:
     timeout = setting("jax_distributed_initialization_timeout", 300)
@@ -352,7 +361,7 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
   Raises:
     UserError: no yml, an unknown key, a value of the wrong type, fields that contradict each other.
   """
-  _join_processes(argv)
+  _start_jax(argv)
   if len(argv) < 2 or not argv[1].endswith(".yml"):
     raise UserError(f"usage: {os.path.basename(argv[0]) if argv else 'program'} CONFIG.yml [key=value …]")
   path = find_config(argv[1])
@@ -363,7 +372,7 @@ def initialize(argv: Sequence[str]) -> pyconfig.HyperParameters:
     _parse(key, value)
   # Values of ours that depend on this host; what a person says wins.
   defaults: dict[str, Any] = {"base_output_directory": "maxtext_output", "log_config": False}
-  defaults["skip_jax_distributed_system"] = True  # `_join_processes` has done it
+  defaults["skip_jax_distributed_system"] = True  # `_start_jax` has done it
   if not _has_tpu():
     defaults["hardware"] = "cpu"
   if "compile_topology" in given:
