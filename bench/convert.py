@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 import skeleton_checkpoint
 
@@ -175,6 +176,7 @@ def main(argv: Sequence[str]) -> None:
   args = parser.parse_args(argv[1:])
   if args.experts < 16 or args.repeats < 1:
     raise UserError("--experts must be at least 16 and --repeats at least 1")
+  jax.config.update("jax_platforms", "cpu")  # as the command does
   load = os.getloadavg()[0]
   if load > 0.5:
     say(f"other work is running here (load {load:.1f} on {os.cpu_count()} cores): the figures are provisional")

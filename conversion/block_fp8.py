@@ -8,6 +8,8 @@ layout). Scales of MXFP4's blocks are powers of two, so a product value · scale
 import math
 from dataclasses import dataclass, field
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -25,6 +27,8 @@ _TOP_CODE = 2  # exponent of E2M1's top binade: 4 and 6
 # 2^−127, and values down to 2^−9 times the scale are exact.
 _LEAST = -126
 _NONE = 1000  # beyond every exponent: of groups, or bytes, that hold only zeros
+# The k for which all values m·2^k are normal numbers of e4m3, from ½·2^−5 to 6·2^6.
+_NORMAL = (-5, 6)
 _GROUPS = BLOCK // mxfp4.GROUP  # of one row in a block
 _BYTES = mxfp4.GROUP // 2  # of a group
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -109,7 +113,7 @@ _E4M3, _INEXACT, _ERRORS, _RELATIVE, _EXPONENTS = _tables()
 
 
 def from_mxfp4(
-  packed: np.ndarray, scale: np.ndarray, *, inputs_first: bool = True
+  packed: np.ndarray, scale: np.ndarray, *, inputs_first: bool = True, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, Exactness]:
   """A packed matrix in block-FP8, exact wherever a block can be.
 
@@ -122,24 +126,46 @@ def from_mxfp4(
     packed: [out, in / 2] uint8, as `mxfp4.unpack` takes it.
     scale: [out, in / 32] uint8, biased exponents.
     inputs_first: whether results are [in, out], or else [out, in].
+    out: e4m3fn of the values' shape, contiguous along its last dimension at least, for the values; made where None.
 
   Returns:
-    Values e4m3fn [in, out], contiguous; scales float32 [⌈in/128⌉, ⌈out/128⌉]; both transposed where inputs aren't
-    first; what was lost. Beyond the result, memory is a few times one slab of 128 outputs.
+    Values e4m3fn [in, out]; scales float32 [⌈in/128⌉, ⌈out/128⌉]; both transposed where inputs aren't first; what was
+    lost. Beyond the result, memory is that of `packed` and a few times one slab of 128 outputs.
 
   Raises:
     ValueError: other dtypes, shapes that don't belong together, nothing in them, or a scale of 255 (NaN): says where.
   """
   _check(packed, scale)
   outputs, groups = scale.shape
-  inputs = groups * mxfp4.GROUP
-  result = _Result(outputs, inputs, inputs_first)
-  for rows in result.slabs():
-    result.put(rows, *_slab(np.ascontiguousarray(packed[rows]), scale[rows]))
+  result = _Result(outputs, groups * mxfp4.GROUP, inputs_first, out)
+  exponents = scale.astype(np.int16) - np.int16(127)
+  block_exponents, spreads, normal = _blocks(packed, exponents)
+  result.scales_by_output[:] = np.ldexp(np.float32(1), block_exponents)
+  fields = _fields(exponents, block_exponents)
+  # XLA does a whole matrix in two calls. NumPy would need twenty for each cacheful, at every one of which Python's
+  # threads wait for each other: two of them were no faster than one.
+  with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    if inputs_first:  # packed bytes are transposed: they are half as many as values
+      values = _encode_inputs_first(_turn(packed), np.ascontiguousarray(fields.T))
+    else:
+      values = _encode_outputs_first(packed, fields)
+    result.values.view(np.uint8)[:] = np.asarray(values).view(np.uint8)
+  for i, j in np.argwhere(~normal):
+    rows, part = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * _GROUPS, (j + 1) * _GROUPS)
+    block, of_groups = packed.reshape(outputs, groups, _BYTES)[rows, part], exponents[rows, part]
+    exponent = block_exponents[i, j]
+    if spreads[i, j] > EXACT_SPREAD:
+      exponent, lost = _wide(block, of_groups)
+      result.scales_by_output[i, j] = np.ldexp(np.float32(1), exponent)
+      result.exactness += lost
+    values = np.take(_E4M3, _entries(block, of_groups, exponent)).view(np.uint8)
+    result.by_output[rows, j * BLOCK : (j + 1) * BLOCK] = values.reshape(len(block), -1)
   return result.values, result.scales, result.exactness
 
 
-def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.ndarray, np.ndarray, Exactness]:
+def from_float(
+  matrix: np.ndarray, *, inputs_first: bool = True, out: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, Exactness]:
   """A plain matrix in block-FP8 as `quantization.quantize_block_fp8` makes it: a block's largest magnitude is 448.
 
   A block whose scale would be under float32's least normal number (largest magnitude below 5.3e-36) becomes zeros,
@@ -147,7 +173,7 @@ def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.nda
 
   Args:
     matrix: [out, in] float32, bfloat16 or float16.
-    inputs_first: whether results are [in, out], or else [out, in].
+    inputs_first, out: as `from_mxfp4`.
 
   Returns:
     As `from_mxfp4`; errors are those of `decode`, in float32.
@@ -157,9 +183,9 @@ def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.nda
   """
   if matrix.dtype not in _FLOATS or matrix.ndim != 2 or not matrix.size:
     raise ValueError(f"a matrix of float32, bfloat16 or float16 is wanted, not {matrix.dtype} {matrix.shape}")
-  result = _Result(*matrix.shape, inputs_first)
+  result = _Result(*matrix.shape, inputs_first, out)
   starts = np.arange(0, matrix.shape[1], BLOCK)
-  for rows in result.slabs():
+  for rows in _slabs(len(matrix)):
     source = matrix[rows].astype(np.float32)
     if not np.isfinite(source).all():
       output, column = np.argwhere(~np.isfinite(source))[0]
@@ -206,31 +232,41 @@ def decode(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class _Result:
-  """Arrays that slabs of 128 outputs are put into, in the orientation wanted."""
+  """Arrays in the orientation wanted, and the same memory outputs first.
 
-  def __init__(self, outputs: int, inputs: int, inputs_first: bool):
+  Attributes:
+    values: e4m3fn.
+    scales: float32.
+    by_output: the values [out, in] uint8.
+    scales_by_output: [⌈out/128⌉, ⌈in/128⌉].
+    exactness: of what was put in so far.
+  """
+
+  def __init__(self, outputs: int, inputs: int, inputs_first: bool, out: np.ndarray | None = None):
     blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
     turn = (lambda pair: pair[::-1]) if inputs_first else (lambda pair: pair)
-    values, self.scales = np.empty(turn((outputs, inputs)), np.uint8), np.empty(turn(blocks), np.float32)
-    self.values = values.view(_FP8)
+    shape, self.scales = turn((outputs, inputs)), np.empty(turn(blocks), np.float32)
+    self.values = np.empty(shape, _FP8) if out is None else out
+    if self.values.shape != shape or self.values.dtype != _FP8:
+      raise ValueError(f"out is {out.dtype} {out.shape}, not {_FP8.__name__} {shape}")
+    values = self.values.view(np.uint8)
     self.exactness = Exactness(elements=outputs * inputs, blocks=blocks[0] * blocks[1])
     self._inputs_first = inputs_first
-    # The same memory, outputs first.
-    self._bytes, self._scales = (values.T, self.scales.T) if inputs_first else (values, self.scales)
-
-  def slabs(self) -> list[slice]:
-    """The rows of each slab; the last may be partial."""
-    outputs = len(self._bytes)
-    return [slice(start, min(start + BLOCK, outputs)) for start in range(0, outputs, BLOCK)]
+    self.by_output, self.scales_by_output = (values.T, self.scales.T) if inputs_first else (values, self.scales)
 
   def put(self, rows: slice, values: np.ndarray, scales: np.ndarray, found: Exactness) -> None:
     """Values [rows, in] uint8 and scales [⌈in/128⌉] of one slab; `found` without its numbers of elements and blocks."""
     if self._inputs_first and values.shape[1] % 4 == 0:
-      _transpose(np.ascontiguousarray(values), self._bytes[rows].T)
+      _transpose(np.ascontiguousarray(values), self.by_output[rows].T)
     else:
-      self._bytes[rows] = values
-    self._scales[rows.start // BLOCK] = scales
+      self.by_output[rows] = values
+    self.scales_by_output[rows.start // BLOCK] = scales
     self.exactness += found
+
+
+def _slabs(outputs: int) -> list[slice]:
+  """The rows of blocks; the last may be partial."""
+  return [slice(start, min(start + BLOCK, outputs)) for start in range(0, outputs, BLOCK)]
 
 
 def _transpose(values: np.ndarray, into: np.ndarray) -> None:
@@ -261,34 +297,81 @@ def _check(packed: np.ndarray, scale: np.ndarray) -> None:
     )
 
 
-def _slab(packed: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, Exactness]:
-  """One row of blocks.
+def _blocks(packed: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """What is to be known of blocks before they are encoded, each array [⌈out/128⌉, ⌈in/128⌉].
 
   Args:
-    packed: [R ≤ 128, in / 2] uint8, contiguous.
-    scale: [R, in / 32] uint8.
+    packed: [out, in / 2] uint8.
+    exponents: [out, in / 32] int16, of the groups' scales.
 
   Returns:
-    e4m3 bytes [R, in] uint8; scales [⌈in/128⌉] float32; what was lost, without numbers of elements and blocks.
+    The scales' exponents (int16), where spreads allow it; how far the exponents of the groups spread; whether all
+    results are normal numbers of e4m3.
   """
-  groups = packed.reshape(*scale.shape, _BYTES)
-  exponents = scale.astype(np.int16) - np.int16(127)
-  words = groups.view(np.uint64)
+  outputs, groups = exponents.shape
+  words = np.ascontiguousarray(packed).view(np.uint64).reshape(outputs, groups, 2)
   filled = (words[..., 0] | words[..., 1]) & np.uint64(0x7777777777777777) != 0  # all bits but the signs
-  starts = np.arange(0, scale.shape[1], _GROUPS)
-  largest = np.maximum.reduceat(np.where(filled, exponents, np.int16(-_NONE)).max(axis=0), starts)
-  smallest = np.minimum.reduceat(np.where(filled, exponents, np.int16(_NONE)).min(axis=0), starts)
+
+  def of_blocks(function: np.ufunc, zeros: int) -> np.ndarray:
+    of_groups = np.where(filled, exponents, np.int16(zeros))
+    rows = function.reduceat(of_groups, np.arange(0, outputs, BLOCK), axis=0)
+    return function.reduceat(rows, np.arange(0, groups, _GROUPS), axis=1)
+
+  largest, smallest = of_blocks(np.maximum, -_NONE), of_blocks(np.minimum, _NONE)
   block_exponents = np.maximum(largest + _TOP_CODE - _TOP, _LEAST)
-  block_exponents[largest == -_NONE] = 0
-  found = Exactness()
-  for block in np.flatnonzero(largest - smallest > EXACT_SPREAD):
-    part = slice(block * _GROUPS, (block + 1) * _GROUPS)
-    block_exponents[block], lost = _wide(groups[:, part], exponents[:, part])
-    found += lost
-  entries = _entries(groups, exponents, np.repeat(block_exponents, _GROUPS)[: scale.shape[1]])
-  # "clip" spares a check: every entry is in the table.
-  values = np.take(_E4M3, entries, mode="clip").reshape(packed.shape).view(np.uint8)
-  return values, np.ldexp(np.float32(1), block_exponents), found
+  zeros = largest == -_NONE
+  block_exponents[zeros] = 0
+  least, most = _NORMAL
+  normal = zeros | (smallest - block_exponents >= least) & (largest - block_exponents <= most)
+  return block_exponents, largest - smallest, normal
+
+
+def _fields(exponents: np.ndarray, block_exponents: np.ndarray) -> np.ndarray:
+  """What a group's values have in the bits of e4m3's exponent, less E2M1's own: uint8 [out, in / 32].
+
+  E2M1's bias is 1 and e4m3's is 7, so this is k + 6 for m·2^k. Outside `_NORMAL` it is anything.
+  """
+  outputs, groups = exponents.shape
+  spread = np.repeat(np.repeat(block_exponents, BLOCK, axis=0)[:outputs], _GROUPS, axis=1)[:, :groups]
+  return (np.clip(exponents - spread, *_NORMAL) + 6 << 3).astype(np.uint8)
+
+
+def _encode(codes: jax.Array, fields: jax.Array) -> jax.Array:
+  """E2M1 into normal numbers of e4m3, by arithmetic on bytes, which is many times as fast as a table.
+
+  Both have a sign, an exponent and then a mantissa: E2M1's exponent and its one bit move left by 2, and the field is
+  added. Two codes are no normal numbers of E2M1: 0 stays 0, and ½, 1·2^−1, has the field alone.
+
+  Args:
+    codes: uint8; what they have beside their low 4 bits doesn't matter.
+    fields: uint8, of `_fields`, broadcast to the codes' shape.
+  """
+  magnitudes, half = (codes & 7) << 2, 1 << 2
+  exponents = jnp.where(magnitudes > 0, fields, 0)
+  return (codes & 8) << 4 | jnp.where(magnitudes > half, magnitudes, 0) + exponents
+
+
+@jax.jit
+def _turn(matrix: jax.Array) -> jax.Array:
+  """A transpose by itself: XLA would make it a part of what follows, and read the matrix byte by byte."""
+  return matrix.T
+
+
+@jax.jit
+def _encode_inputs_first(packed: jax.Array, fields: jax.Array) -> jax.Array:
+  """[in / 2, out] and [in / 32, out] uint8 -> e4m3 [in, out] uint8."""
+  groups, outputs = fields.shape
+  packed, fields = packed.reshape(groups, _BYTES, outputs), fields[:, None]
+  values = jnp.stack([_encode(packed, fields), _encode(packed >> 4, fields)], axis=2)
+  return values.reshape(groups * mxfp4.GROUP, outputs)
+
+
+@jax.jit
+def _encode_outputs_first(packed: jax.Array, fields: jax.Array) -> jax.Array:
+  """[out, in / 2] and [out, in / 32] uint8 -> two e4m3 values, the first low, [out, in / 2] uint16."""
+  packed, fields = packed.reshape(*fields.shape, _BYTES), fields[..., None]
+  low, high = (_encode(codes, fields).astype(jnp.uint16) for codes in (packed, packed >> 4))
+  return (low | high << 8).reshape(len(packed), -1)
 
 
 def _entries(groups: np.ndarray, exponents: np.ndarray, scale_exponents: np.ndarray | int) -> np.ndarray:

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
+import jax
+
 from conversion import journal, pieces, report
 from conversion.hf_output import HfOutput
 from conversion.inspect import inspect_model
@@ -192,6 +194,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) < 3 or "=" in argv[1] or "=" in argv[2]:
     raise UserError(_USAGE)
   options = parse_keys(Options, argv[3:])
+  jax.config.update("jax_platforms", "cpu")  # an accelerator that is there is left to others
   with _terminable():
     manifest = convert(argv[1], argv[2], options)
   if manifest is None:

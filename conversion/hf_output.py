@@ -20,7 +20,7 @@ import numpy as np
 from conversion import pieces
 from conversion.block_fp8 import BLOCK, Exactness
 from conversion.headers import Tensor
-from conversion.journal import Record, sync_directory, write_file
+from conversion.journal import Record, forget, sync_directory, write_file
 from conversion.matrices import to_block_fp8, to_float
 from conversion.pieces import Limit, Piece
 from conversion.source import Reader, header_size, names_of
@@ -195,6 +195,7 @@ class HfOutput:
         else:
           records += self._convert(shard, item, descriptor)
       os.fsync(descriptor)
+      forget(path)
     except OSError as error:
       raise UserError(
         f"{path} can't be written: {error.strerror}; what is done is kept: once that is mended, run the same command "

@@ -12,13 +12,13 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def to_block_fp8(
-  reader: Reader, names: tuple[str, ...], inputs_first: bool
+  reader: Reader, names: tuple[str, ...], inputs_first: bool, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, str, Exactness]:
   """A released matrix in block-FP8.
 
   Args:
     names: of its tensors: one, or a packed pair.
-    inputs_first: see `block_fp8.from_mxfp4`.
+    inputs_first, out: see `block_fp8.from_mxfp4`.
 
   Returns:
     Values, scales, what was done, what was lost.
@@ -27,10 +27,11 @@ def to_block_fp8(
     UserError: a tensor that can't be read, or holds what can't be converted.
   """
   if len(names) == 2:
-    return _with_method(block_fp8.from_mxfp4(*reader.packed(names), inputs_first=inputs_first), pieces.POWER_OF_TWO)
+    made = block_fp8.from_mxfp4(*reader.packed(names), inputs_first=inputs_first, out=out)
+    return _with_method(made, pieces.POWER_OF_TWO)
   matrix = reader.values(names)
   try:
-    return _with_method(block_fp8.from_float(matrix, inputs_first=inputs_first), pieces.ROUNDED)
+    return _with_method(block_fp8.from_float(matrix, inputs_first=inputs_first, out=out), pieces.ROUNDED)
   except ValueError as error:
     raise UserError(f"{names[0]} can't be put into block-FP8: {error}") from error
 

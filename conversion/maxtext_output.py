@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from conversion import pieces
 from conversion.block_fp8 import Exactness
-from conversion.journal import Record, sync_directory, write_file
+from conversion.journal import Record, forget, sync_directory, write_file
 from conversion.matrices import to_block_fp8, to_float
 from conversion.pieces import Limit, Piece
 from conversion.source import Reader, names_of
@@ -28,6 +28,7 @@ from MaxText.converted.layout import DiskArray, StoredWeight
 from MaxText.errors import UserError
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
+_ALIGNED = 64  # bytes, of arrays in one memory
 
 
 class Converted(NamedTuple):
@@ -84,8 +85,14 @@ def parts(stored: StoredWeight) -> list[Part]:
   return found
 
 
-def convert(reader: Reader, stored: StoredWeight, prefix: str, rows: slice | None = None) -> Converted:
+def convert(
+  reader: Reader, stored: StoredWeight, prefix: str, rows: slice | None = None, out: np.ndarray | None = None
+) -> Converted:
   """Reads and converts one instance of a weight, each of its released matrices by itself.
+
+  Args:
+    rows: see `Part`.
+    out: for the values, where they can be made in place; then the result's `values` are this array.
 
   Raises:
     UserError: a tensor that can't be read, or holds what can't be converted.
@@ -100,8 +107,12 @@ def convert(reader: Reader, stored: StoredWeight, prefix: str, rows: slice | Non
     values, scales = weight.arrange(*values), weight.arrange(*scales)
     return Converted(values, scales, pieces.PACKED, Exactness(elements=2 * values.size))
   if stored.form is quantization.BlockFP8:
-    made = [to_block_fp8(reader, pair, inputs_first=True) for pair in names]
-    values = weight.arrange(*(values.T for values, _, _, _ in made)).reshape(weight.shape)
+    places = None if out is None else _places(stored, out)
+    made = [
+      to_block_fp8(reader, pair, inputs_first=True, out=place)
+      for pair, place in zip(names, places or itertools.repeat(None), strict=False)
+    ]
+    values = out if places else weight.arrange(*(values.T for values, _, _, _ in made)).reshape(weight.shape)
     scales = stored.stack.block_scales([scales.T for _, scales, _, _ in made], stored.runs)
     methods = {method for _, _, method, _ in made}
     if len(methods) > 1:
@@ -112,6 +123,21 @@ def convert(reader: Reader, stored: StoredWeight, prefix: str, rows: slice | Non
   dtype = ts.dtype(stored.values.dtype).numpy_dtype
   value, method, exactness = to_float(value, dtype, any(len(pair) == 2 for pair in names))
   return Converted(value, None, method, exactness)
+
+
+def _places(stored: StoredWeight, values: np.ndarray) -> list[np.ndarray] | None:
+  """The part of an instance's values, [in, out], that each source fills; None where sources alternate."""
+  weight = stored.stack.weight
+  ends = np.cumsum([source.shape[0] for source in weight.sources])
+  (order,) = weight.arrange(*(part[:, None] for part in np.split(np.arange(ends[-1]), ends[:-1])))
+  if not np.array_equal(order, np.arange(ends[-1])):
+    return None
+  return np.split(values, ends[:-1], axis=1)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+  """The same memory as unsigned numbers: NumPy copies its own types several times as fast as those of others."""
+  return array.view(f"u{array.dtype.itemsize}")
 
 
 class MaxTextOutput:
@@ -129,7 +155,7 @@ class MaxTextOutput:
     self._arrays = [array for one in stored.values() for array in one.arrays]
     self.arrays = layout.arrays_of(stored)
     self._open: dict[str, ts.TensorStore] = {}
-    self._lock = threading.Lock()
+    self._kept = threading.local()
     self.pieces = sorted((self._piece(key, part) for key, part in self._parts.items()), key=lambda p: p.order)
 
   def _piece(self, key: str, part: Part) -> Piece:
@@ -166,26 +192,41 @@ class MaxTextOutput:
       values = file.reshape([s.stop - s.start for s in index])
       try:
         self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
+        forget(os.path.join(self._directory, layout.WEIGHTS, array.name, file_name(array, index)))
       except (ValueError, OSError) as error:
         raise self._failed(array.name, error) from error
     return records
+
+  def _empty(self, part: Part) -> list[np.ndarray]:
+    """What `_make` fills in, in memory that its thread keeps: fresh memory costs more time than filling it."""
+    lead = len(part.instances[0])
+    files, end = [], 0
+    for array in part.stored.arrays:
+      index, dtype = array.files()[part.number], ts.dtype(array.dtype).numpy_dtype
+      shape = (len(part.instances), *(s.stop - s.start for s in index[lead:]))
+      files.append((end, shape, dtype))
+      end += -(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
+    if len(getattr(self._kept, "memory", ())) < end:
+      self._kept.memory = np.empty(end, np.uint8)
+    return [np.ndarray(shape, dtype, self._kept.memory, start) for start, shape, dtype in files]
 
   def _make(self, part: Part) -> tuple[list[np.ndarray], list[Record]]:
     """What the files of a weight's values and scales hold, [instances, …] each, and the tensors' records."""
     stored = part.stored
     records: list[Record] = []
-    files: list[np.ndarray] = []
+    alone = len(part.instances) == 1  # the largest matrices are written from where they lie
+    files = [] if alone else self._empty(part)
     for i, instance in enumerate(part.instances):
-      made = convert(self._reader, stored, part.prefix(instance), part.rows)
+      out = None if alone or stored.form is not quantization.BlockFP8 else files[0][i]
+      made = convert(self._reader, stored, part.prefix(instance), part.rows, out)
       self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
       arrays = [made.values] if made.scales is None else [made.values, made.scales]
-      if len(part.instances) == 1:  # the largest matrices are written from where they lie
-        files = [np.ascontiguousarray(array)[None] for array in arrays]
-      elif not files:
-        files = [np.empty((len(part.instances), *array.shape), array.dtype) for array in arrays]
-      for file, array in zip(files, arrays, strict=True):
-        if len(part.instances) > 1:
-          file[i] = array
+      if alone:
+        files = [np.ascontiguousarray(_bits(array)).view(array.dtype)[None] for array in arrays]
+      else:
+        for file, array in zip(files, arrays, strict=True):
+          if array is not out:
+            _bits(file)[i] = _bits(array)
       records += self._records(part, instance, [file[i] for file in files], made)
     return files, records
 
