@@ -51,6 +51,7 @@ FAMILY_MODE = (
   "routed_expert_hidden_size=0",
   "latent_moe_use_norm=false",
   "weight_format=plain",
+  "weight_dtype=float32",  # as transformers holds them
 )
 NO_PEER = (
   "transformers' row is left out: make an environment with torch 2.13.0 (a CPU build) and transformers 5.24.0 as "

@@ -85,6 +85,12 @@ def test_answers_questions_in_a_chat_with_and_without_thinking(engine, tokenizer
     assert np.mean(right) >= 0.95
 
 
+def test_weights_held_in_bfloat16_are_those_of_the_checkpoint(engine, tokenizer):
+  assert engine.cfg.storage.dtype == jnp.bfloat16
+  exact = load_engine(initialize(["test", "kimi-k3-tiny.yml", "weight_dtype=float32"]), tokenizer.stop_ids, 1, 1).params
+  jax.tree.map(lambda held, read: np.testing.assert_array_equal(held.astype(read.dtype), read), engine.params, exact)
+
+
 @pytest.mark.parametrize("storage", [("dtype=bfloat16", "weight_dtype=bfloat16"), ("weight_format=block_fp8",),
                                      ("weight_format=mxfp4",), ("mla_cache_dtype=float8_e4m3fn",)])  # fmt: skip
 def test_answers_in_every_format(storage, tokenizer):
