@@ -35,6 +35,7 @@ from MaxText.progress import say
 KEY_VARIABLE = "K3_API_KEY"
 _CLOSING_SECONDS = 5  # that the last words of streams may take on their way out
 _HANGING_SECONDS = 15  # after which a process that should have ended is ended
+_SWITCH_SECONDS = 5e-4  # Python's 5 ms are a decode step: so long the engine's thread would wait for a busy face
 
 
 class EarlyCore:
@@ -221,6 +222,7 @@ def main(argv: Sequence[str]) -> None:
     start_core(config, tokenizer)
     return
   _raise_file_limit()
+  sys.setswitchinterval(_SWITCH_SECONDS)
   asyncio.run(serve(config, tokenizer, key))
 
 
