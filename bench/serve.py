@@ -31,9 +31,9 @@ from scripts.tiny_facts import facts
 
 CLIENTS = (1, 8, 64)
 _BODIES = 32  # of a load, asked for in turn
-_REQUESTS = {1: 32, 8: 64, 64: 192}  # of one measurement: every body equally often
+_REQUESTS = {1: 32, 8: 128, 64: 256}  # of one measurement: every body equally often
 _PERCENTILES = (50, 90, 99)
-_LONG_TOKENS = 96  # most of an answer
+_LONG_TOKENS = 384  # most of an answer
 _VOCABULARY = 500  # the first ids, which are all text
 
 
