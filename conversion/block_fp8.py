@@ -6,6 +6,7 @@ layout). Scales of MXFP4's blocks are powers of two, so a product value · scale
 """
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import jax
@@ -144,7 +145,7 @@ def from_mxfp4(
   fields = _fields(exponents, block_exponents)
   # XLA does a whole matrix in two calls. NumPy would need twenty for each cacheful, at every one of which Python's
   # threads wait for each other: two of them were no faster than one.
-  with jax.default_device(jax.local_devices(backend="cpu")[0]):
+  with _cpu():
     if inputs_first:  # packed bytes are transposed: they are half as many as values
       values = _encode_inputs_first(_turn(packed), np.ascontiguousarray(fields.T))
     else:
@@ -349,6 +350,16 @@ def _encode(codes: jax.Array, fields: jax.Array) -> jax.Array:
   magnitudes, half = (codes & 7) << 2, 1 << 2
   exponents = jnp.where(magnitudes > 0, fields, 0)
   return (codes & 8) << 4 | jnp.where(magnitudes > half, magnitudes, 0) + exponents
+
+
+def _cpu() -> AbstractContextManager[None]:
+  return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+def turn(matrix: np.ndarray) -> np.ndarray:
+  """The transpose, contiguous; read-only."""
+  with _cpu():
+    return np.asarray(_turn(matrix))
 
 
 @jax.jit

@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from conversion import pieces
+from conversion import pieces, shard_file
 from conversion.block_fp8 import Exactness
 from conversion.journal import Record, forget, sync_directory, write_file
-from conversion.matrices import to_block_fp8, to_float
+from conversion.matrices import bits, contiguous, to_block_fp8, to_float
 from conversion.pieces import Limit, Piece
 from conversion.source import Reader, names_of
 from MaxText import quantization
@@ -135,11 +135,6 @@ def _places(stored: StoredWeight, values: np.ndarray) -> list[np.ndarray] | None
   return np.split(values, ends[:-1], axis=1)
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
-  """The same memory as unsigned numbers: NumPy copies its own types several times as fast as those of others."""
-  return array.view(f"u{array.dtype.itemsize}")
-
-
 class MaxTextOutput:
   """DST/weights, piece by piece; see `pieces.Output`."""
 
@@ -188,11 +183,15 @@ class MaxTextOutput:
     part: Part = piece.work
     files, records = self._make(part)
     for array, file in zip(part.stored.arrays, files, strict=True):
-      index = array.files()[part.number]
-      values = file.reshape([s.stop - s.start for s in index])
+      index, lead = array.files()[part.number], len(part.instances[0])
+      path = os.path.join(self._directory, layout.WEIGHTS, array.name, file_name(array, index))
       try:
-        self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
-        forget(os.path.join(self._directory, layout.WEIGHTS, array.name, file_name(array, index)))
+        if array.part_shape[lead:] == array.shape[lead:]:  # each instance is a part, and lies together
+          shard_file.write(path, file)
+        else:
+          values = file.reshape([s.stop - s.start for s in index])
+          self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
+        forget(path)
       except (ValueError, OSError) as error:
         raise self._failed(array.name, error) from error
     return records
@@ -222,11 +221,11 @@ class MaxTextOutput:
       self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
       arrays = [made.values] if made.scales is None else [made.values, made.scales]
       if alone:
-        files = [np.ascontiguousarray(_bits(array)).view(array.dtype)[None] for array in arrays]
+        files = [contiguous(array)[None] for array in arrays]
       else:
         for file, array in zip(files, arrays, strict=True):
           if array is not out:
-            _bits(file)[i] = _bits(array)
+            bits(file)[i] = bits(contiguous(array))
       records += self._records(part, instance, [file[i] for file in files], made)
     return files, records
 
@@ -271,7 +270,7 @@ class MaxTextOutput:
           )
       for parent, _, names in os.walk(folder):
         for name in names:  # of writes that a killed run began
-          if name.endswith(".__lock"):
+          if name.endswith(shard_file.UNFINISHED):
             os.remove(os.path.join(parent, name))
         sync_directory(parent)
     weights = os.path.join(self._directory, layout.WEIGHTS)

@@ -20,7 +20,7 @@ class Options(Formats):
     scope: "experts", or "all" to put the large dense matrices into block-FP8 as well.
     layout: "maxtext" (`MaxText.converted.layout`) or "hf" (safetensors, DeepSeek's block-FP8 convention).
     max_inexact: how many elements may differ from the source's in conversions that can be exact.
-    workers: threads.
+    workers: threads, by default one more than there are cores, as one or the other waits for the disk.
     worker_index, worker_count: which part of the work this machine does; unset, whatever is missing, and the stamp.
     free_source: whether each shard of the source is deleted once nothing needs it any more.
   """
@@ -29,7 +29,7 @@ class Options(Formats):
   scope: str = "experts"
   layout: str = "maxtext"
   max_inexact: int = 0
-  workers: int = dataclasses.field(default_factory=lambda: len(os.sched_getaffinity(0)))
+  workers: int = dataclasses.field(default_factory=lambda: len(os.sched_getaffinity(0)) + 1)
   worker_index: int | None = None
   worker_count: int | None = None
   free_source: bool = False
