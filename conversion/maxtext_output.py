@@ -135,6 +135,14 @@ def _places(stored: StoredWeight, values: np.ndarray) -> list[np.ndarray] | None
   return np.split(values, ends[:-1], axis=1)
 
 
+def _cut(values: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+  """The parts of a file, contiguous each, in the order of their places."""
+  counts = tuple(n // size for n, size in zip(values.shape, shape, strict=True))
+  for number in np.ndindex(counts):
+    place = tuple(slice(i * size, (i + 1) * size) for i, size in zip(number, shape, strict=True))
+    yield np.ascontiguousarray(bits(values[place]))
+
+
 class MaxTextOutput:
   """DST/weights, piece by piece; see `pieces.Output`."""
 
@@ -149,7 +157,6 @@ class MaxTextOutput:
     self._parts = {f"{name}/{part.number}": part for name, one in stored.items() for part in parts(one)}
     self._arrays = [array for one in stored.values() for array in one.arrays]
     self.arrays = layout.arrays_of(stored)
-    self._open: dict[str, ts.TensorStore] = {}
     self._kept = threading.local()
     self.pieces = sorted((self._piece(key, part) for key, part in self._parts.items()), key=lambda p: p.order)
 
@@ -168,14 +175,14 @@ class MaxTextOutput:
     nbytes = sum(_file_bytes(array) for array in part.stored.arrays)
     read = sum(tensor.nbytes for tensor in tensors) // len(part.instances)
     read = read if part.rows is None else nbytes
-    # The file as an array, as TensorStore encodes it and as it joins the parts; one instance, read and rearranged.
-    memory = 3 * nbytes + 2 * read
+    # The file; one instance as it is read, and twice while it is rearranged.
+    memory = nbytes + 3 * read
     return Piece(key, tuple(sorted({t.file for t in tensors})), min(starts), nbytes, memory, key, part)
 
   def prepare(self, pieces: Sequence[Piece]) -> None:
     try:
       for array in self._arrays:
-        self._open[array.name] = array.open(self._directory, create=True)
+        array.open(self._directory, create=True)
     except (ValueError, OSError) as error:
       raise self._failed(array.name, error) from error
 
@@ -183,16 +190,12 @@ class MaxTextOutput:
     part: Part = piece.work
     files, records = self._make(part)
     for array, file in zip(part.stored.arrays, files, strict=True):
-      index, lead = array.files()[part.number], len(part.instances[0])
+      index = array.files()[part.number]
       path = os.path.join(self._directory, layout.WEIGHTS, array.name, file_name(array, index))
       try:
-        if array.part_shape[lead:] == array.shape[lead:]:  # each instance is a part, and lies together
-          shard_file.write(path, file)
-        else:
-          values = file.reshape([s.stop - s.start for s in index])
-          self._open[array.name][index].write(values, can_reference_source_data_indefinitely=True).result()
+        shard_file.write(path, _cut(file.reshape(array.file_shape), array.part_shape))
         forget(path)
-      except (ValueError, OSError) as error:
+      except OSError as error:
         raise self._failed(array.name, error) from error
     return records
 

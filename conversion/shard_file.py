@@ -20,7 +20,7 @@ def write(path: str, parts: Iterable[np.ndarray]) -> None:
 
   Args:
     path: replaced if it is there.
-    parts: contiguous each, in the order of their places in the file.
+    parts: contiguous each, in the order of their places in the file; taken one at a time.
 
   Raises:
     OSError: nothing is at `path` then that wasn't there before.
