@@ -6,8 +6,8 @@ import itertools
 import json
 import math
 import os
-import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from conversion.block_fp8 import Exactness
 from conversion.journal import Record, forget, sync_directory, write_file
 from conversion.matrices import bits, contiguous, to_block_fp8, to_float
 from conversion.pieces import Limit, Piece
+from conversion.shard_file import ShardFile
 from conversion.source import Reader, names_of
 from MaxText import quantization
 from MaxText.configs.model_config import ModelConfig
@@ -28,7 +29,6 @@ from MaxText.converted.layout import DiskArray, StoredWeight
 from MaxText.errors import UserError
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_ALIGNED = 64  # bytes, of arrays in one memory
 
 
 class Converted(NamedTuple):
@@ -136,7 +136,7 @@ def _places(stored: StoredWeight, values: np.ndarray) -> list[np.ndarray] | None
 
 
 def _cut(values: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-  """The parts of a file, contiguous each, in the order of their places."""
+  """The parts of an instance, contiguous each, in the order of their places."""
   counts = tuple(n // size for n, size in zip(values.shape, shape, strict=True))
   for number in np.ndindex(counts):
     place = tuple(slice(i * size, (i + 1) * size) for i, size in zip(number, shape, strict=True))
@@ -157,7 +157,6 @@ class MaxTextOutput:
     self._parts = {f"{name}/{part.number}": part for name, one in stored.items() for part in parts(one)}
     self._arrays = [array for one in stored.values() for array in one.arrays]
     self.arrays = layout.arrays_of(stored)
-    self._kept = threading.local()
     self.pieces = sorted((self._piece(key, part) for key, part in self._parts.items()), key=lambda p: p.order)
 
   def _piece(self, key: str, part: Part) -> Piece:
@@ -175,8 +174,8 @@ class MaxTextOutput:
     nbytes = sum(_file_bytes(array) for array in part.stored.arrays)
     read = sum(tensor.nbytes for tensor in tensors) // len(part.instances)
     read = read if part.rows is None else nbytes
-    # The file; one instance as it is read, and twice while it is rearranged.
-    memory = nbytes + 3 * read
+    # One instance: as it is read, twice while it is rearranged, and the result.
+    memory = nbytes // len(part.instances) + 3 * read
     return Piece(key, tuple(sorted({t.file for t in tensors})), min(starts), nbytes, memory, key, part)
 
   def prepare(self, pieces: Sequence[Piece]) -> None:
@@ -188,49 +187,32 @@ class MaxTextOutput:
 
   def write(self, piece: Piece) -> list[Record]:
     part: Part = piece.work
-    files, records = self._make(part)
-    for array, file in zip(part.stored.arrays, files, strict=True):
-      index = array.files()[part.number]
-      path = os.path.join(self._directory, layout.WEIGHTS, array.name, file_name(array, index))
-      try:
-        shard_file.write(path, _cut(file.reshape(array.file_shape), array.part_shape))
-        forget(path)
-      except OSError as error:
-        raise self._failed(array.name, error) from error
-    return records
-
-  def _empty(self, part: Part) -> list[np.ndarray]:
-    """What `_make` fills in, in memory that its thread keeps: fresh memory costs more time than filling it."""
-    lead = len(part.instances[0])
-    files, end = [], 0
-    for array in part.stored.arrays:
-      index, dtype = array.files()[part.number], ts.dtype(array.dtype).numpy_dtype
-      shape = (len(part.instances), *(s.stop - s.start for s in index[lead:]))
-      files.append((end, shape, dtype))
-      end += -(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
-    if len(getattr(self._kept, "memory", ())) < end:
-      self._kept.memory = np.empty(end, np.uint8)
-    return [np.ndarray(shape, dtype, self._kept.memory, start) for start, shape, dtype in files]
-
-  def _make(self, part: Part) -> tuple[list[np.ndarray], list[Record]]:
-    """What the files of a weight's values and scales hold, [instances, …] each, and the tensors' records."""
-    stored = part.stored
+    stored, lead = part.stored, len(part.instances[0])
+    paths = [
+      os.path.join(self._directory, layout.WEIGHTS, array.name, file_name(array, array.files()[part.number]))
+      for array in stored.arrays
+    ]
+    # One instance's memory serves all: fresh memory costs more time than filling it.
+    out = None
+    if stored.form is quantization.BlockFP8:
+      out = np.empty(stored.values.file_shape[lead:], ml_dtypes.float8_e4m3fn)
     records: list[Record] = []
-    alone = len(part.instances) == 1  # the largest matrices are written from where they lie
-    files = [] if alone else self._empty(part)
-    for i, instance in enumerate(part.instances):
-      out = None if alone or stored.form is not quantization.BlockFP8 else files[0][i]
-      made = convert(self._reader, stored, part.prefix(instance), part.rows, out)
-      self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
-      arrays = [made.values] if made.scales is None else [made.values, made.scales]
-      if alone:
-        files = [contiguous(array)[None] for array in arrays]
-      else:
-        for file, array in zip(files, arrays, strict=True):
-          if array is not out:
-            bits(file)[i] = bits(contiguous(array))
-      records += self._records(part, instance, [file[i] for file in files], made)
-    return files, records
+    try:
+      with ExitStack() as stack:
+        files = [stack.enter_context(ShardFile(path)) for path in paths]
+        for instance in part.instances:
+          made = convert(self._reader, stored, part.prefix(instance), part.rows, out)
+          self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
+          contents = [contiguous(array) for array in (made.values, made.scales) if array is not None]
+          for file, array, content in zip(files, stored.arrays, contents, strict=True):
+            for cut in _cut(content, array.part_shape[lead:]):
+              file.add(cut)
+          records += self._records(part, instance, contents, made)
+      for path in paths:
+        forget(path)
+    except OSError as error:
+      raise self._failed(piece.id, error) from error
+    return records
 
   def _records(
     self, part: Part, instance: tuple[int, ...], contents: list[np.ndarray], made: Converted

@@ -1,11 +1,13 @@
-"""A file of an array's parts (`layout.DiskArray`), written from where they lie.
+"""A file of an array's parts (`layout.DiskArray`), written part by part from where they lie.
 
-TensorStore writes the same bytes, but copies a file twice in memory first, which takes longer than converting it.
+TensorStore writes the same bytes, but wants a whole file at a time and copies it twice in memory: that takes longer
+than converting it.
 """
 
 import os
 import struct
-from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
 
 import google_crc32c
 import numpy as np
@@ -15,31 +17,41 @@ from conversion.journal import sync_directory
 UNFINISHED = ".__lock"  # TensorStore's own ending for a file that isn't whole yet
 
 
-def write(path: str, parts: Iterable[np.ndarray]) -> None:
-  """Writes a shard as zarr3's codec `sharding_indexed` has it, checksums and all; it is on disk when this returns.
+class ShardFile:
+  """A shard as zarr3's codec `sharding_indexed` has it, checksums and all.
 
-  Args:
-    path: replaced if it is there.
-    parts: contiguous each, in the order of their places in the file; taken one at a time.
-
-  Raises:
-    OSError: nothing is at `path` then that wasn't there before.
+  A context: at its end the file is on disk under its name, in place of one that was there; after an error it isn't.
   """
-  folder = os.path.dirname(path)
-  os.makedirs(folder, exist_ok=True)
-  places, end = b"", 0
-  with open(path + UNFINISHED, "wb") as f:
-    for part in parts:
-      content = part.reshape(-1).view(np.uint8)
-      f.write(content)
-      f.write(_checksum(content))
-      places += struct.pack("<QQ", end, content.nbytes + 4)
-      end += content.nbytes + 4
-    f.write(places + _checksum(places))
-    f.flush()
-    os.fsync(f.fileno())
-  os.rename(path + UNFINISHED, path)
-  sync_directory(folder)
+
+  def __init__(self, path: str):
+    """Raises OSError, as everything here does."""
+    self._path, self._places, self._end = path, b"", 0
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    self._file = open(path + UNFINISHED, "wb")  # noqa: SIM115
+
+  def add(self, part: np.ndarray) -> None:
+    """Writes the next part, in the order of places; contiguous."""
+    content = part.reshape(-1).view(np.uint8)
+    self._file.write(content)
+    self._file.write(_checksum(content))
+    size = content.nbytes + 4
+    self._places += struct.pack("<QQ", self._end, size)
+    self._end += size
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ) -> None:
+    with self._file:
+      if error is not None:
+        return
+      self._file.write(self._places + _checksum(self._places))
+      self._file.flush()
+      os.fsync(self._file.fileno())
+    os.rename(self._path + UNFINISHED, self._path)
+    sync_directory(os.path.dirname(self._path))
 
 
 def _checksum(content: np.ndarray | bytes) -> bytes:

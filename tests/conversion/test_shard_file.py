@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from conversion import shard_file
+from conversion.shard_file import ShardFile
 from MaxText.converted.layout import DiskArray
 
 
@@ -21,18 +22,17 @@ def test_tensorstore_writes_the_same_file(dtype, tmp_path):
   array.open(str(tmp_path), create=True)[1:2, 3:6].write(values).result()
   theirs = tmp_path / "weights" / "x" / "c" / "1" / "1" / "0" / "0"
   ours = tmp_path / "new" / "folder" / "0"
-  shard_file.write(str(ours), values[0])
+  with ShardFile(str(ours)) as file:
+    for part in values[0]:
+      file.add(part)
   assert ours.read_bytes() == theirs.read_bytes()
   assert [path.name for path in ours.parent.iterdir()] == ["0"]
 
 
 def test_nothing_takes_a_files_place_before_it_is_whole(tmp_path):
-  def parts():
-    yield np.ones(8, np.uint8)
-    raise OSError("the disk is gone")
-
   path = tmp_path / "0"
   path.write_bytes(b"before")
-  with pytest.raises(OSError, match="the disk is gone"):
-    shard_file.write(str(path), parts())
+  with pytest.raises(OSError, match="the disk is gone"), ShardFile(str(path)) as file:
+    file.add(np.ones(8, np.uint8))
+    raise OSError("the disk is gone")
   assert path.read_bytes() == b"before"
