@@ -1,6 +1,7 @@
 """The delta rule over a chunk of tokens, through tokamax. The one file that imports tokamax's private KDA module."""
 
 import importlib.metadata
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,12 @@ from kda_decode import reference
 from MaxText.errors import UserError
 
 try:
+  from tokamax._src.ops.kda import reference as tokamax_reference
   from tokamax._src.ops.kda.api import kimi_delta_attention
 except ImportError as error:
   raise ImportError(
-    "tokamax's private module tokamax._src.ops.kda.api has moved: this project was written for tokamax 0.0.17, "
-    f"installed is {importlib.metadata.version('tokamax')}"
+    "tokamax's private modules tokamax._src.ops.kda.api and .reference have moved: this project was written for "
+    f"tokamax 0.0.17, installed is {importlib.metadata.version('tokamax')}"
   ) from error
 
 IMPLEMENTATIONS = ("xla", "xla_chunked", "mosaic")
@@ -91,14 +93,27 @@ def delta_rule(
       x = jnp.pad(x, pad, constant_values=-1e9 if x is gate and fused_gate else 0.0)
     return jnp.moveaxis(x, 2, 0)
 
-  out, final = kimi_delta_attention(
-    *(head_first(x) for x in (q, k, v, gate, beta)),
+  arrays = [head_first(x) for x in (q, k, v, gate, beta)]
+  if implementation == "xla":
+    # What the call below comes to, without its debugging check: that does nothing here, but jax would start a program
+    # with such an effect from Python, a millisecond late.
+    attend = partial(
+      tokamax_reference.kimi_delta_attention,
+      scale=k.shape[-1] ** -0.5,
+      use_qk_l2norm=False,
+      segment_ids=None,
+      context_parallel_metadata=None,
+      max_num_segments=1,
+    )
+  else:
+    attend = partial(kimi_delta_attention, implementation=implementation)
+  out, final = attend(
+    *arrays,
     a_log=a_log if fused_gate else None,
     delta_time_bias=dt_bias.reshape(-1) if fused_gate else None,
     initial_state=state[:, None],
     output_final_state=True,
     use_gate_in_kernel=fused_gate,
     lower_bound=gate_lower_bound if fused_gate else None,
-    implementation=implementation,
   )
   return jnp.moveaxis(out, 0, 2)[:, :length].astype(jnp.float32), final[:, 0].astype(jnp.float32)
