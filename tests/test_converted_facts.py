@@ -42,7 +42,7 @@ def said():
 
 @pytest.mark.parametrize(
   ("weight_format", "layout"),
-  [("block_fp8", "maxtext"), ("block_fp8", "hf"), ("mxfp4", "maxtext"), ("bfloat16", "maxtext")],
+  [(weight_format, layout) for weight_format in ("block_fp8", "mxfp4", "bfloat16") for layout in ("maxtext", "hf")],
 )
 def test_experts_alone_converted_say_the_same(weight_format, layout, prompts, said, tmp_path_factory, capsys):
   directory = converted(tmp_path_factory, weight_format, "experts", layout)
