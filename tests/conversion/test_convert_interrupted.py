@@ -1,6 +1,7 @@
 """A conversion that is killed, or whose disk is full or broken, goes on and ends with the same bytes."""
 
 import errno
+import math
 import multiprocessing
 import os
 import random
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from _conversions import SHARDS, TINY, copy_of_tiny, fail_reads, quick_folder, run, tree
 
-from conversion import verify
+from conversion import journal, verify
 from conversion.convert import main
 from conversion.journal import Journal
 from conversion.verify import VerifyOptions
@@ -42,39 +43,57 @@ def undisturbed(tmp_path_factory):
   shutil.rmtree(folder)
 
 
-def _convert(source: str, directory: str, layout: str) -> None:
+def _convert(source: str, directory: str, layout: str, noted) -> None:
+  """Runs in a process of its own and counts the pieces that it notes in its journal."""
+  original = Journal.add
+
+  def add(self, piece, records):
+    flushed = original(self, piece, records)
+    noted.value += 1
+    return flushed
+
+  Journal.add = add
+  journal._FLUSH_SECONDS = 0.1  # runs are short here, and each shall find something that an earlier one did
   main(["convert", source, directory, f"layout={layout}", "workers=2"])
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2400)  # some thirty conversions, each of which reads the configuration first
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", ["maxtext", "hf"])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(layout, folder, undisturbed):
-  """SIGKILL after a random time, again and again; whenever a conversion is finished, a new one begins."""
+  """SIGKILL at a random moment, again and again; whenever a conversion is finished, a new one begins.
+
+  Moments are drawn by how far a run has come, as a process first reads its configuration for seconds: some milliseconds
+  after any piece up to a quarter of all, so that several kills hit each conversion.
+  """
   processes = multiprocessing.get_context("forkserver")
   processes.set_forkserver_preload(["conversion.convert"])
   chance = random.Random(SEED)
-  kills = finished = 0
-  longest = 0.0
+  kills = finished = pieces = 0
   made = folder / "0"
   while kills < KILLS[layout] or not finished:
-    child = processes.Process(target=_convert, args=(str(TINY), str(made), layout))
-    started = time.monotonic()
+    noted = processes.Value("i", 0)
+    child = processes.Process(target=_convert, args=(str(TINY), str(made), layout, noted))
     child.start()
-    # The first run tells how long one takes. Several kills hit each conversion: what is done isn't done again.
-    child.join(chance.uniform(0.2, 1.0) * longest if longest and kills < KILLS[layout] else 300)
+    # The first run isn't killed: it tells how many pieces there are.
+    aim = chance.randint(1, pieces // 4) if pieces and kills < KILLS[layout] else math.inf
+    while child.is_alive() and noted.value < aim:
+      time.sleep(0.001)
+    if aim < math.inf:
+      child.join(chance.uniform(0, 0.02))
     if child.is_alive():
       child.kill()
       child.join()
       kills += 1
       continue
+    child.join()
     assert child.exitcode == 0
-    longest = max(longest, time.monotonic() - started)
+    pieces = pieces or noted.value
     assert tree(made) == undisturbed[layout]
     finished += 1
     shutil.rmtree(made)
     made = folder / str(finished)
-  assert kills == KILLS[layout]
+  assert kills == KILLS[layout] and finished > 1
 
 
 class _Stopped(BaseException):
