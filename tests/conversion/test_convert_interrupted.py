@@ -245,7 +245,8 @@ def test_signals_end_it_in_one_line(number, status, folder):
   """Reads never end here, so that the signal finds the conversion at work."""
   code = textwrap.dedent(
     f"""
-    import os, sys, time
+    import os, signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children would ignore it
     from conversion.convert import main
     from MaxText.errors import exit_on_user_error
     def preadv(*_):
