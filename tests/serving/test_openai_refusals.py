@@ -298,8 +298,13 @@ def test_a_full_queue_and_a_server_on_its_way_out(live, core, monkeypatch):
 def test_too_many_at_once(live, core, tokenizer, monkeypatch):
   monkeypatch.setattr(gate, "MAX_OPEN", 1)
   core.script = lambda request: [Token(5), 30.0, Finish("stop")]
-  with live.client.stream("POST", COMPLETIONS, json=PROMPT | {"stream": True}) as response:
-    next(response.iter_lines())
+  with contextlib.ExitStack() as stack:
+
+    def begins():
+      stream = live.client.stream("POST", COMPLETIONS, json=PROMPT | {"stream": True})
+      return stack.enter_context(stream).status_code == 200
+
+    wait_for(begins)  # the request of an earlier test may still be on its way out
     refused(live.post(COMPLETIONS, PROMPT), 429)
     assert live.client.get("/health").status_code == 200
   wait_for(lambda: core.cancelled)
