@@ -256,3 +256,11 @@ def normal(generator, *shape, scale=1.0):
   """float32 values, and the same ones in float64."""
   x = (generator.standard_normal(shape) * scale).astype(np.float32)
   return jnp.asarray(x), x.astype(np.float64)
+
+
+def assert_same(ours, theirs):
+  """Two trees of arrays, structure, dtypes and elements."""
+  assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
