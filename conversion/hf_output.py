@@ -195,7 +195,7 @@ class HfOutput:
         else:
           records += self._convert(shard, item, descriptor)
       os.fsync(descriptor)
-      forget(path)
+      forget(descriptor)
     except OSError as error:
       raise UserError(
         f"{path} can't be written: {error.strerror}; what is done is kept: once that is mended, run the same command "

@@ -135,17 +135,13 @@ def write_file(path: str, text: str) -> None:
   sync_directory(os.path.dirname(path))
 
 
-def forget(path: str) -> None:
+def forget(descriptor: int) -> None:
   """Drops a synced file from the system's cache, whose memory the next file then takes: nobody reads it soon.
 
   Filling a cache with terabytes costs more than the copy itself, above all in virtual machines, which have to be given
   each page that they never had.
   """
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-  finally:
-    os.close(descriptor)
+  os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_directory(path: str) -> None:

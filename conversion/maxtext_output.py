@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from conversion import pieces, shard_file
 from conversion.block_fp8 import Exactness
-from conversion.journal import Record, forget, sync_directory, write_file
+from conversion.journal import Record, sync_directory, write_file
 from conversion.matrices import bits, contiguous, to_block_fp8, to_float
 from conversion.pieces import Limit, Piece
 from conversion.shard_file import ShardFile
@@ -208,8 +208,6 @@ class MaxTextOutput:
             for cut in _cut(content, array.part_shape[lead:]):
               file.add(cut)
           records += self._records(part, instance, contents, made)
-      for path in paths:
-        forget(path)
     except OSError as error:
       raise self._failed(piece.id, error) from error
     return records

@@ -12,7 +12,7 @@ from typing import Self
 import google_crc32c
 import numpy as np
 
-from conversion.journal import sync_directory
+from conversion.journal import forget, sync_directory
 
 UNFINISHED = ".__lock"  # TensorStore's own ending for a file that isn't whole yet
 
@@ -50,6 +50,7 @@ class ShardFile:
       self._file.write(self._places + _checksum(self._places))
       self._file.flush()
       os.fsync(self._file.fileno())
+      forget(self._file.fileno())
     os.rename(self._path + UNFINISHED, self._path)
     sync_directory(os.path.dirname(self._path))
 
