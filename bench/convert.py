@@ -33,6 +33,7 @@ from conversion import block_fp8
 from conversion.convert import convert
 from conversion.headers import HeaderCheckpoint
 from conversion.inspect import inspect
+from conversion.memory import keep_freed_memory
 from conversion.options import Options
 from conversion.source import Reader
 from MaxText.errors import UserError, exit_on_user_error
@@ -174,7 +175,7 @@ def report(found: dict[str, Any], args: argparse.Namespace, load: float) -> None
 
 def main(argv: Sequence[str]) -> None:
   parser = argparse.ArgumentParser(prog="bench/convert.py", description=__doc__.split("\n", 1)[0])
-  parser.add_argument("--experts", type=int, default=112, metavar="N", help="experts of the layer (K3 has 896)")
+  parser.add_argument("--experts", type=int, default=224, metavar="N", help="experts of the layer (K3 has 896)")
   parser.add_argument("--repeats", type=int, default=3, metavar="R", help="measurements of each row")
   parser.add_argument("--directory", metavar="DIR", help="where to write; needs about four times the result")
   parser.add_argument("--peer-python", metavar="PATH", help="python of an environment with compressed-tensors")
@@ -182,7 +183,8 @@ def main(argv: Sequence[str]) -> None:
   args = parser.parse_args(argv[1:])
   if args.experts < 16 or args.repeats < 1:
     raise UserError("--experts must be at least 16 and --repeats at least 1")
-  jax.config.update("jax_platforms", "cpu")  # as the command does
+  jax.config.update("jax_platforms", "cpu")  # this and the next, as the command does
+  keep_freed_memory()
   load = os.getloadavg()[0]
   if load > 0.5:
     say(f"other work is running here (load {load:.1f} on {os.cpu_count()} cores): the figures are provisional")

@@ -6,14 +6,12 @@ layout). Scales of MXFP4's blocks are powers of two, so a product value · scale
 """
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from conversion import e4m3_bytes
 from MaxText import mxfp4, quantization
 
 BLOCK = quantization.BLOCK
@@ -114,7 +112,7 @@ _E4M3, _INEXACT, _ERRORS, _RELATIVE, _EXPONENTS = _tables()
 
 
 def from_mxfp4(
-  packed: np.ndarray, scale: np.ndarray, *, inputs_first: bool = True, out: np.ndarray | None = None
+  packed: np.ndarray, scale: np.ndarray, *, inputs_first: bool = True
 ) -> tuple[np.ndarray, np.ndarray, Exactness]:
   """A packed matrix in block-FP8, exact wherever a block can be.
 
@@ -127,46 +125,37 @@ def from_mxfp4(
     packed: [out, in / 2] uint8, as `mxfp4.unpack` takes it.
     scale: [out, in / 32] uint8, biased exponents.
     inputs_first: whether results are [in, out], or else [out, in].
-    out: e4m3fn of the values' shape, contiguous along its last dimension at least, for the values; made where None.
 
   Returns:
-    Values e4m3fn [in, out]; scales float32 [⌈in/128⌉, ⌈out/128⌉]; both transposed where inputs aren't first; what was
-    lost. Beyond the result, memory is that of `packed` and a few times one slab of 128 outputs.
+    Values e4m3fn [in, out], read-only unless a block is wide; scales float32 [⌈in/128⌉, ⌈out/128⌉]; both transposed
+    where inputs aren't first; what was lost. Beyond the result, memory is twice that of `packed`.
 
   Raises:
     ValueError: other dtypes, shapes that don't belong together, nothing in them, or a scale of 255 (NaN): says where.
   """
   _check(packed, scale)
   outputs, groups = scale.shape
-  result = _Result(outputs, groups * mxfp4.GROUP, inputs_first, out)
   exponents = scale.astype(np.int16) - np.int16(127)
   block_exponents, spreads, normal = _blocks(packed, exponents)
-  result.scales_by_output[:] = np.ldexp(np.float32(1), block_exponents)
   fields = _fields(exponents, block_exponents)
-  # XLA does a whole matrix in two calls. NumPy would need twenty for each cacheful, at every one of which Python's
-  # threads wait for each other: two of them were no faster than one.
-  with _cpu():
-    if inputs_first:  # packed bytes are transposed: they are half as many as values
-      values = _encode_inputs_first(_turn(packed), np.ascontiguousarray(fields.T))
-    else:
-      values = _encode_outputs_first(packed, fields)
-    result.values.view(np.uint8)[:] = np.asarray(values).view(np.uint8)
-  for i, j in np.argwhere(~normal):
-    rows, part = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * _GROUPS, (j + 1) * _GROUPS)
-    block, of_groups = packed.reshape(outputs, groups, _BYTES)[rows, part], exponents[rows, part]
-    exponent = block_exponents[i, j]
-    if spreads[i, j] > EXACT_SPREAD:
-      exponent, lost = _wide(block, of_groups)
-      result.scales_by_output[i, j] = np.ldexp(np.float32(1), exponent)
-      result.exactness += lost
-    values = np.take(_E4M3, _entries(block, of_groups, exponent)).view(np.uint8)
-    result.by_output[rows, j * BLOCK : (j + 1) * BLOCK] = values.reshape(len(block), -1)
-  return result.values, result.scales, result.exactness
+  values = e4m3_bytes.encode(packed, fields, inputs_first)
+  exactness = Exactness(elements=outputs * groups * mxfp4.GROUP, blocks=normal.size)
+  if not normal.all():
+    values = values.copy()
+    by_output = values.T if inputs_first else values
+    for i, j in np.argwhere(~normal):
+      rows, part = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * _GROUPS, (j + 1) * _GROUPS)
+      block, of_groups = packed.reshape(outputs, groups, _BYTES)[rows, part], exponents[rows, part]
+      if spreads[i, j] > EXACT_SPREAD:
+        block_exponents[i, j], lost = _wide(block, of_groups)
+        exactness += lost
+      pairs = np.take(_E4M3, _entries(block, of_groups, block_exponents[i, j])).view(np.uint8)
+      by_output[rows, j * BLOCK : (j + 1) * BLOCK] = pairs.reshape(len(block), -1)
+  scales = np.ldexp(np.float32(1), block_exponents)
+  return values.view(_FP8), np.ascontiguousarray(scales.T) if inputs_first else scales, exactness
 
 
-def from_float(
-  matrix: np.ndarray, *, inputs_first: bool = True, out: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, Exactness]:
+def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.ndarray, np.ndarray, Exactness]:
   """A plain matrix in block-FP8 as `quantization.quantize_block_fp8` makes it: a block's largest magnitude is 448.
 
   A block whose scale would be under float32's least normal number (largest magnitude below 5.3e-36) becomes zeros,
@@ -174,7 +163,7 @@ def from_float(
 
   Args:
     matrix: [out, in] float32, bfloat16 or float16.
-    inputs_first, out: as `from_mxfp4`.
+    inputs_first: as `from_mxfp4`.
 
   Returns:
     As `from_mxfp4`; errors are those of `decode`, in float32.
@@ -184,21 +173,24 @@ def from_float(
   """
   if matrix.dtype not in _FLOATS or matrix.ndim != 2 or not matrix.size:
     raise ValueError(f"a matrix of float32, bfloat16 or float16 is wanted, not {matrix.dtype} {matrix.shape}")
-  result = _Result(*matrix.shape, inputs_first, out)
-  starts = np.arange(0, matrix.shape[1], BLOCK)
-  for rows in _slabs(len(matrix)):
-    source = matrix[rows].astype(np.float32)
+  outputs, inputs = matrix.shape
+  starts = np.arange(0, inputs, BLOCK)
+  values, scales = np.empty(matrix.shape, _FP8), np.empty((-(-outputs // BLOCK), len(starts)), np.float32)
+  exactness = Exactness(elements=matrix.size, blocks=scales.size)
+  for number, first in enumerate(range(0, outputs, BLOCK)):  # rows of blocks; the last may be partial
+    source = matrix[first : first + BLOCK].astype(np.float32)
     if not np.isfinite(source).all():
       output, column = np.argwhere(~np.isfinite(source))[0]
-      raise ValueError(f"the matrix holds {source[output, column]} at output {rows.start + output}, input {column}")
+      raise ValueError(f"the matrix holds {source[output, column]} at output {first + output}, input {column}")
     largest = np.maximum.reduceat(np.abs(source).max(axis=0), starts)
-    lost = np.repeat(largest / _FP8_MAX < np.finfo(np.float32).tiny, BLOCK)[: matrix.shape[1]]
+    lost = np.repeat(largest / _FP8_MAX < np.finfo(np.float32).tiny, BLOCK)[:inputs]
     # Blocks are squares, so the transpose of a matrix has the transposed values and scales.
-    values, scales = quantization.quantize_block_fp8(source * np.where(lost, np.float32(0), np.float32(1)))
-    errors = np.abs(decode(values, scales).astype(np.float64) - source)
+    made, of_blocks = quantization.quantize_block_fp8(source * np.where(lost, np.float32(0), np.float32(1)))
+    errors = np.abs(decode(made, of_blocks).astype(np.float64) - source)
     inexact = np.logical_or.reduceat(errors.any(axis=0), starts)
     relative = np.divide(errors, np.abs(source), out=np.zeros_like(errors), where=errors > 0)
-    found = Exactness(
+    values[first : first + BLOCK], scales[number] = made, of_blocks[0]
+    exactness += Exactness(
       inexact_elements=int(np.count_nonzero(errors)),
       inexact_blocks=int(inexact.sum()),
       largest_absolute_error=float(errors.max()),
@@ -206,8 +198,9 @@ def from_float(
       squared_error=float(np.square(errors).sum()),
       squared=float(np.square(source, dtype=np.float64).sum()),
     )
-    result.put(rows, values.view(np.uint8), scales[0], found)
-  return result.values, result.scales, result.exactness
+  if inputs_first:
+    return e4m3_bytes.turn(values.view(np.uint8)).view(_FP8), np.ascontiguousarray(scales.T), exactness
+  return values, scales, exactness
 
 
 def decode(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -230,55 +223,6 @@ def decode(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     )
   with np.errstate(over="ignore"):
     return values.astype(np.float32) * quantization.spread_scales(scales, values.shape)
-
-
-class _Result:
-  """Arrays in the orientation wanted, and the same memory outputs first.
-
-  Attributes:
-    values: e4m3fn.
-    scales: float32.
-    by_output: the values [out, in] uint8.
-    scales_by_output: [⌈out/128⌉, ⌈in/128⌉].
-    exactness: of what was put in so far.
-  """
-
-  def __init__(self, outputs: int, inputs: int, inputs_first: bool, out: np.ndarray | None = None):
-    blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
-    turn = (lambda pair: pair[::-1]) if inputs_first else (lambda pair: pair)
-    shape, self.scales = turn((outputs, inputs)), np.empty(turn(blocks), np.float32)
-    self.values = np.empty(shape, _FP8) if out is None else out
-    if self.values.shape != shape or self.values.dtype != _FP8:
-      raise ValueError(f"out is {out.dtype} {out.shape}, not {_FP8.__name__} {shape}")
-    values = self.values.view(np.uint8)
-    self.exactness = Exactness(elements=outputs * inputs, blocks=blocks[0] * blocks[1])
-    self._inputs_first = inputs_first
-    self.by_output, self.scales_by_output = (values.T, self.scales.T) if inputs_first else (values, self.scales)
-
-  def put(self, rows: slice, values: np.ndarray, scales: np.ndarray, found: Exactness) -> None:
-    """Values [rows, in] uint8 and scales [⌈in/128⌉] of one slab; `found` without its numbers of elements and blocks."""
-    if self._inputs_first and values.shape[1] % 4 == 0:
-      _transpose(np.ascontiguousarray(values), self.by_output[rows].T)
-    else:
-      self.by_output[rows] = values
-    self.scales_by_output[rows.start // BLOCK] = scales
-    self.exactness += found
-
-
-def _slabs(outputs: int) -> list[slice]:
-  """The rows of blocks; the last may be partial."""
-  return [slice(start, min(start + BLOCK, outputs)) for start in range(0, outputs, BLOCK)]
-
-
-def _transpose(values: np.ndarray, into: np.ndarray) -> None:
-  """Bytes [R, C], contiguous, into [C, R]. NumPy moves bytes one by one: four at a time take half as long.
-
-  Args:
-    values: C is a multiple of 4.
-  """
-  words = np.ascontiguousarray(values.view("<u4").T)  # [C / 4, R], four columns of a row in each
-  for i in range(4):
-    np.right_shift(words, np.uint32(8 * i), out=into[i::4], casting="unsafe")
 
 
 def _check(packed: np.ndarray, scale: np.ndarray) -> None:
@@ -335,54 +279,6 @@ def _fields(exponents: np.ndarray, block_exponents: np.ndarray) -> np.ndarray:
   outputs, groups = exponents.shape
   spread = np.repeat(np.repeat(block_exponents, BLOCK, axis=0)[:outputs], _GROUPS, axis=1)[:, :groups]
   return (np.clip(exponents - spread, *_NORMAL) + 6 << 3).astype(np.uint8)
-
-
-def _encode(codes: jax.Array, fields: jax.Array) -> jax.Array:
-  """E2M1 into normal numbers of e4m3, by arithmetic on bytes, which is many times as fast as a table.
-
-  Both have a sign, an exponent and then a mantissa: E2M1's exponent and its one bit move left by 2, and the field is
-  added. Two codes are no normal numbers of E2M1: 0 stays 0, and ½, 1·2^−1, has the field alone.
-
-  Args:
-    codes: uint8; what they have beside their low 4 bits doesn't matter.
-    fields: uint8, of `_fields`, broadcast to the codes' shape.
-  """
-  magnitudes, half = (codes & 7) << 2, 1 << 2
-  exponents = jnp.where(magnitudes > 0, fields, 0)
-  return (codes & 8) << 4 | jnp.where(magnitudes > half, magnitudes, 0) + exponents
-
-
-def _cpu() -> AbstractContextManager[None]:
-  return jax.default_device(jax.local_devices(backend="cpu")[0])
-
-
-def turn(matrix: np.ndarray) -> np.ndarray:
-  """The transpose, contiguous; read-only."""
-  with _cpu():
-    return np.asarray(_turn(matrix))
-
-
-@jax.jit
-def _turn(matrix: jax.Array) -> jax.Array:
-  """A transpose by itself: XLA would make it a part of what follows, and read the matrix byte by byte."""
-  return matrix.T
-
-
-@jax.jit
-def _encode_inputs_first(packed: jax.Array, fields: jax.Array) -> jax.Array:
-  """[in / 2, out] and [in / 32, out] uint8 -> e4m3 [in, out] uint8."""
-  groups, outputs = fields.shape
-  packed, fields = packed.reshape(groups, _BYTES, outputs), fields[:, None]
-  values = jnp.stack([_encode(packed, fields), _encode(packed >> 4, fields)], axis=2)
-  return values.reshape(groups * mxfp4.GROUP, outputs)
-
-
-@jax.jit
-def _encode_outputs_first(packed: jax.Array, fields: jax.Array) -> jax.Array:
-  """[out, in / 2] and [out, in / 32] uint8 -> two e4m3 values, the first low, [out, in / 2] uint16."""
-  packed, fields = packed.reshape(*fields.shape, _BYTES), fields[..., None]
-  low, high = (_encode(codes, fields).astype(jnp.uint16) for codes in (packed, packed >> 4))
-  return (low | high << 8).reshape(len(packed), -1)
 
 
 def _entries(groups: np.ndarray, exponents: np.ndarray, scale_exponents: np.ndarray | int) -> np.ndarray:

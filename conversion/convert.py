@@ -19,6 +19,7 @@ from conversion.hf_output import HfOutput
 from conversion.inspect import inspect_model
 from conversion.journal import Journal
 from conversion.maxtext_output import MaxTextOutput
+from conversion.memory import keep_freed_memory
 from conversion.options import Options, parse_keys
 from conversion.pieces import Limit, Output, Piece
 from conversion.source import Reader, identity, keep_headers
@@ -195,6 +196,7 @@ def main(argv: Sequence[str]) -> None:
     raise UserError(_USAGE)
   options = parse_keys(Options, argv[3:])
   jax.config.update("jax_platforms", "cpu")  # an accelerator that is there is left to others
+  keep_freed_memory()
   with _terminable():
     manifest = convert(argv[1], argv[2], options)
   if manifest is None:

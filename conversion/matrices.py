@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from conversion import block_fp8, pieces
+from conversion import block_fp8, e4m3_bytes, pieces
 from conversion.block_fp8 import Exactness
 from conversion.source import Reader
 from MaxText.errors import UserError
@@ -13,13 +13,13 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def to_block_fp8(
-  reader: Reader, names: tuple[str, ...], inputs_first: bool, out: np.ndarray | None = None
+  reader: Reader, names: tuple[str, ...], inputs_first: bool
 ) -> tuple[np.ndarray, np.ndarray, str, Exactness]:
   """A released matrix in block-FP8.
 
   Args:
     names: of its tensors: one, or a packed pair.
-    inputs_first, out: see `block_fp8.from_mxfp4`.
+    inputs_first: see `block_fp8.from_mxfp4`.
 
   Returns:
     Values, scales, what was done, what was lost.
@@ -28,19 +28,14 @@ def to_block_fp8(
     UserError: a tensor that can't be read, or holds what can't be converted.
   """
   if len(names) == 2:
-    made = block_fp8.from_mxfp4(*reader.packed(names), inputs_first=inputs_first, out=out)
-    return _with_method(made, pieces.POWER_OF_TWO)
+    values, scales, exactness = block_fp8.from_mxfp4(*reader.packed(names), inputs_first=inputs_first)
+    return values, scales, pieces.POWER_OF_TWO, exactness
   matrix = reader.values(names)
   try:
-    return _with_method(block_fp8.from_float(matrix, inputs_first=inputs_first, out=out), pieces.ROUNDED)
+    values, scales, exactness = block_fp8.from_float(matrix, inputs_first=inputs_first)
   except ValueError as error:
     raise UserError(f"{names[0]} can't be put into block-FP8: {error}") from error
-
-
-def _with_method(
-  made: tuple[np.ndarray, np.ndarray, Exactness], method: str
-) -> tuple[np.ndarray, np.ndarray, str, Exactness]:
-  return made[0], made[1], method, made[2]
+  return values, scales, pieces.ROUNDED, exactness
 
 
 def to_float(value: np.ndarray, dtype: np.dtype, decoded: bool) -> tuple[np.ndarray, str, Exactness]:
@@ -70,7 +65,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 def contiguous(array: np.ndarray) -> np.ndarray:
   """The same values in the order of their indices, copied where they lie otherwise."""
   if array.ndim == 2 and array.T.flags.c_contiguous and array.nbytes >= _LARGE:
-    return block_fp8.turn(bits(array.T)).view(array.dtype)
+    return e4m3_bytes.turn(bits(array.T)).view(array.dtype)
   return np.ascontiguousarray(bits(array)).view(array.dtype)
 
 

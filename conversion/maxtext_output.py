@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from conversion import pieces, shard_file
+from conversion import block_fp8, pieces, shard_file
 from conversion.block_fp8 import Exactness
 from conversion.journal import Record, sync_directory, write_file
 from conversion.matrices import bits, contiguous, to_block_fp8, to_float
@@ -27,6 +27,7 @@ from MaxText.configs.model_config import ModelConfig
 from MaxText.converted import layout
 from MaxText.converted.layout import DiskArray, StoredWeight
 from MaxText.errors import UserError
+from MaxText.weights import Weight
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -85,14 +86,11 @@ def parts(stored: StoredWeight) -> list[Part]:
   return found
 
 
-def convert(
-  reader: Reader, stored: StoredWeight, prefix: str, rows: slice | None = None, out: np.ndarray | None = None
-) -> Converted:
-  """Reads and converts one instance of a weight, each of its released matrices by itself.
+def convert(reader: Reader, stored: StoredWeight, prefix: str, rows: slice | None = None) -> Converted:
+  """Reads and converts one instance of a weight; blocks are those of each of its released matrices.
 
   Args:
     rows: see `Part`.
-    out: for the values, where they can be made in place; then the result's `values` are this array.
 
   Raises:
     UserError: a tensor that can't be read, or holds what can't be converted.
@@ -107,13 +105,14 @@ def convert(
     values, scales = weight.arrange(*values), weight.arrange(*scales)
     return Converted(values, scales, pieces.PACKED, Exactness(elements=2 * values.size))
   if stored.form is quantization.BlockFP8:
-    places = None if out is None else _places(stored, out)
-    made = [
-      to_block_fp8(reader, pair, inputs_first=True, out=place)
-      for pair, place in zip(names, places or itertools.repeat(None), strict=False)
-    ]
-    values = out if places else weight.arrange(*(values.T for values, _, _, _ in made)).reshape(weight.shape)
-    scales = stored.stack.block_scales([scales.T for _, scales, _, _ in made], stored.runs)
+    if all(len(pair) == 2 for pair in names) and _follow(weight):
+      values, scales, exactness = block_fp8.from_mxfp4(*reader.stacked(names))
+      ends = np.cumsum([-(-source.shape[0] // quantization.BLOCK) for source in weight.sources])
+      scales = stored.stack.block_scales(np.split(scales.T, ends[:-1]), stored.runs)
+      return Converted(values, scales, pieces.POWER_OF_TWO, exactness)
+    made = [to_block_fp8(reader, pair, inputs_first=False) for pair in names]
+    values = weight.arrange(*(values for values, _, _, _ in made)).reshape(weight.shape)
+    scales = stored.stack.block_scales([scales for _, scales, _, _ in made], stored.runs)
     methods = {method for _, _, method, _ in made}
     if len(methods) > 1:
       raise UserError(f"{', '.join(itertools.chain(*names))}: of one weight some are packed and some aren't")
@@ -125,14 +124,12 @@ def convert(
   return Converted(value, None, method, exactness)
 
 
-def _places(stored: StoredWeight, values: np.ndarray) -> list[np.ndarray] | None:
-  """The part of an instance's values, [in, out], that each source fills; None where sources alternate."""
-  weight = stored.stack.weight
-  ends = np.cumsum([source.shape[0] for source in weight.sources])
-  (order,) = weight.arrange(*(part[:, None] for part in np.split(np.arange(ends[-1]), ends[:-1])))
-  if not np.array_equal(order, np.arange(ends[-1])):
-    return None
-  return np.split(values, ends[:-1], axis=1)
+def _follow(weight: Weight) -> bool:
+  """Whether outputs of the sources follow each other, and no 128×128 block would hold those of two."""
+  *before, last = (source.shape[0] for source in weight.sources)
+  outputs = np.arange(sum(before) + last)
+  (order,) = weight.arrange(*(part[:, None] for part in np.split(outputs, np.cumsum(before, dtype=int))))
+  return np.array_equal(order, outputs) and not any(n % quantization.BLOCK for n in before)
 
 
 def _cut(values: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
@@ -192,16 +189,12 @@ class MaxTextOutput:
       os.path.join(self._directory, layout.WEIGHTS, array.name, file_name(array, array.files()[part.number]))
       for array in stored.arrays
     ]
-    # One instance's memory serves all: fresh memory costs more time than filling it.
-    out = None
-    if stored.form is quantization.BlockFP8:
-      out = np.empty(stored.values.file_shape[lead:], ml_dtypes.float8_e4m3fn)
     records: list[Record] = []
     try:
       with ExitStack() as stack:
         files = [stack.enter_context(ShardFile(path)) for path in paths]
         for instance in part.instances:
-          made = convert(self._reader, stored, part.prefix(instance), part.rows, out)
+          made = convert(self._reader, stored, part.prefix(instance), part.rows)
           self._limit.add(part.prefix(instance) + stored.stack.weight.sources[0].name, made.method, made.exactness)
           contents = [contiguous(array) for array in (made.values, made.scales) if array is not None]
           for file, array, content in zip(files, stored.arrays, contents, strict=True):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -46,11 +46,12 @@ class Reader:
       self._fill(tensor.file, tensor.offset + start, memoryview(buffer))
       yield buffer
 
-  def array(self, tensor: Tensor, rows: slice | None = None) -> np.ndarray:
+  def array(self, tensor: Tensor, rows: slice | None = None, out: np.ndarray | None = None) -> np.ndarray:
     """A tensor's values.
 
     Args:
       rows: of its first dimension; all where None.
+      out: where they go, contiguous and of their shape and dtype; made where None.
 
     Raises:
       UserError: the file can't be read, or is shorter than its header says.
@@ -60,9 +61,9 @@ class Reader:
       first, last, _ = rows.indices(shape[0])
       row = nbytes // shape[0]
       shape, offset, nbytes = (last - first, *shape[1:]), offset + first * row, (last - first) * row
-    buffer = np.empty(nbytes, np.uint8)
-    self._fill(tensor.file, offset, memoryview(buffer))
-    return buffer.view(_DTYPES[tensor.dtype]).reshape(shape)
+    out = np.empty(shape, _DTYPES[tensor.dtype]) if out is None else out
+    self._fill(tensor.file, offset, memoryview(out.reshape(-1).view(np.uint8)))
+    return out
 
   def _fill(self, file: str, offset: int, buffer: memoryview) -> None:
     path = os.path.join(self.checkpoint.directory, file)
@@ -88,14 +89,22 @@ class Reader:
       if file in self._open:
         os.close(self._open.pop(file))
 
-  def packed(self, names: tuple[str, str], rows: slice | None = None) -> tuple[np.ndarray, np.ndarray]:
+  def packed(
+    self,
+    names: tuple[str, str],
+    rows: slice | None = None,
+    out: tuple[np.ndarray | None, np.ndarray | None] = (None,) * 2,
+  ) -> tuple[np.ndarray, np.ndarray]:
     """A packed matrix: values [out, in / 2] and scales [out, in / 32], uint8.
+
+    Args:
+      rows, out: of both, see `array`.
 
     Raises:
       UserError: see `array`; or a scale is NaN.
     """
     packed, scale = (self.checkpoint.tensor(name) for name in names)
-    scales = self.array(scale, rows)
+    scales = self.array(scale, rows, out[1])
     bad = scales == mxfp4.NAN_SCALE
     if bad.any():
       output, group = np.argwhere(bad)[0]
@@ -103,7 +112,16 @@ class Reader:
         f"{os.path.join(self.checkpoint.directory, scale.file)}: {names[1]} holds {mxfp4.NAN_SCALE}, which is NaN, at "
         f"[{output}, {group}] ({np.count_nonzero(bad):,} in all)"
       )
-    return self.array(packed, rows), scales
+    return self.array(packed, rows, out[0]), scales
+
+  def stacked(self, pairs: Sequence[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+    """Packed matrices of the same inputs as one, their outputs one after the other; otherwise as `packed`."""
+    shapes = [[self.checkpoint.tensor(name).shape for name in pair] for pair in pairs]
+    ends = np.cumsum([0] + [values[0] for values, _ in shapes])
+    whole = tuple(np.empty((ends[-1], shape[1]), np.uint8) for shape in shapes[0])
+    for pair, first, last in zip(pairs, ends, ends[1:], strict=False):
+      self.packed(pair, out=tuple(array[first:last] for array in whole))
+    return whole
 
   def values(self, names: tuple[str, ...], rows: slice | None = None) -> np.ndarray:
     """What a source holds: as it is stored where it is plain, float32 where it is packed."""
