@@ -31,9 +31,9 @@ from scripts.tiny_facts import facts
 
 CLIENTS = (1, 8, 64)
 _BODIES = 32  # of a load, asked for in turn
-_REQUESTS = {1: 32, 8: 128, 64: 256}  # of one measurement: every body equally often
+_REQUESTS = {1: 32, 8: 64, 64: 128}  # of one measurement: every body equally often
 _PERCENTILES = (50, 90, 99)
-_LONG_TOKENS = 384  # most of an answer
+_LONG_TOKENS = 256  # of an answer
 _VOCABULARY = 500  # the first ids, which are all text
 
 
@@ -45,14 +45,14 @@ class Load(NamedTuple):
 
 
 def loads() -> list[Load]:
-  """Long answers, whose tokens are varied enough to keep all experts busy, and the facts that the model knows.
+  """Long answers of equal lengths, whose tokens are varied enough to keep all experts busy, and facts, which are short.
 
   Greedy, or at a lower temperature, the tiny model says one word for ever when it knows no answer: all sequences would
   then go through the same few experts.
   """
   rng = np.random.default_rng(0)
   long = [
-    {"prompt": ids.tolist(), "max_tokens": _LONG_TOKENS, "temperature": 2.0, "seed": seed}
+    {"prompt": ids.tolist(), "max_tokens": _LONG_TOKENS, "ignore_eos": True, "temperature": 2.0, "seed": seed}
     for seed, ids in enumerate(rng.integers(0, _VOCABULARY, (_BODIES, 32)))
   ]
   short = [{"prompt": fact.prompt, "max_tokens": 32, "temperature": 0} for fact in facts()[:_BODIES]]

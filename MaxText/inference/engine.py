@@ -68,7 +68,7 @@ class Engine:
     self.weight_specs = weight = jax.tree.map(lambda a: a.sharding.spec, params)
     cache, whole = cache_specs(cfg), P()
     sampling_rows = Sampling(*(rows for _ in Sampling()))
-    state = DecodeState(cache, rows, rows, rows, sampling_rows, rows)
+    state = DecodeState(cache, rows, rows, rows, sampling_rows, rows, rows)
     by_step = P(None, *rows)
     self._reset = self.program(partial(steps.reset_slots, cfg), (cache, rows), cache, donate=(0,))
     self._prefill = self.program(
@@ -76,7 +76,7 @@ class Engine:
     )
     self._admit = self.program(
       partial(steps.admit, cfg, self.stop_ids),
-      (state, rows, rows, rows, sampling_rows, rows),
+      (state, rows, rows, rows, sampling_rows, rows, rows),
       (Chosen(rows, rows, rows, rows), state),
       donate=(0,),
     )
@@ -126,7 +126,7 @@ class Engine:
     )
     integers, flags = self._rows(slots), self._rows(slots, dtype=jnp.bool_)
     sampling = Sampling(*(self._rows(slots, dtype=dtype) for dtype in SAMPLING_DTYPES))
-    return DecodeState(cache, integers, flags, integers, sampling, flags)
+    return DecodeState(cache, integers, flags, integers, sampling, flags, flags)
 
   def _rows(self, rows: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     """An abstract array with one entry a row of the batch."""
@@ -149,7 +149,7 @@ class Engine:
     """The program that chooses first tokens, lowered for a cache of that size."""
     state, flags = self.abstract_state(slots, max_length), self._rows(slots, dtype=jnp.bool_)
     logits = self._rows(slots, self.cfg.vocab_size, dtype=jnp.float32)
-    return self._admit.lower(state, logits, flags, state.remaining, state.sampling, flags)
+    return self._admit.lower(state, logits, flags, state.remaining, state.sampling, flags, flags)
 
   def compile(self, slots: int, max_length: int, longest: int) -> None:
     """Compiles, without running anything, what prompts of up to `longest` tokens in such a cache need."""
@@ -188,7 +188,7 @@ class Engine:
     """A state of this cache in which no slot is active."""
     slots = cache.lengths.shape[0]
     count, flags = partial(self.place_rows, np.zeros(slots)), partial(self.place_rows, np.zeros(slots), np.bool_)
-    return DecodeState(cache, count(), flags(), count(), self._place_sampling(Sampling(), slots), flags())
+    return DecodeState(cache, count(), flags(), count(), self._place_sampling(Sampling(), slots), flags(), flags())
 
   def chunk_lengths(self, longest: int) -> list[int]:
     """Sizes of the chunks that `longest` tokens are prefilled in: full ones, then one that holds the rest."""
@@ -275,8 +275,8 @@ class Engine:
     """
     remaining = np.asarray(remaining)
     sampling = self.sampling if sampling is None else sampling
-    reports = np.zeros(len(remaining), bool)
-    _, state = self.admit(self.idle(cache), logits, remaining > 0, remaining, sampling, reports)
+    nobody = np.zeros(len(remaining), bool)
+    _, state = self.admit(self.idle(cache), logits, remaining > 0, remaining, sampling, nobody, nobody)
     return state
 
   def admit(
@@ -287,12 +287,14 @@ class Engine:
     remaining: np.ndarray,
     sampling: Sampling,
     reports: np.ndarray,
+    ignore_eos: np.ndarray,
   ) -> tuple[Chosen, DecodeState]:
     """Chooses the first token of the slots `starting`; see `steps.admit`. The state given is donated."""
     flags = partial(self.place_rows, dtype=np.bool_)
     sampling = self._place_sampling(sampling, len(starting))
     program = self._compiled.get(("admit", *_cache_size(state.cache)), self._admit)
-    return program(state, logits, flags(starting), self.place_rows(remaining), sampling, flags(reports))
+    remaining = self.place_rows(remaining)
+    return program(state, logits, flags(starting), remaining, sampling, flags(reports), flags(ignore_eos))
 
   def _place_sampling(self, sampling: Sampling, slots: int) -> Sampling:
     return Sampling(

@@ -29,6 +29,7 @@ class DecodeState(NamedTuple):
     remaining: [B] int32, tokens that a slot may still choose.
     sampling: [B] each, how a slot's tokens are chosen.
     reports: [B] bool, slots whose tokens' log-probabilities are asked for.
+    ignore_eos: [B] bool, slots that go on after a stop id, until nothing remains.
   """
 
   cache: DecodeCache
@@ -37,6 +38,7 @@ class DecodeState(NamedTuple):
   remaining: jax.Array
   sampling: Sampling
   reports: jax.Array
+  ignore_eos: jax.Array
 
 
 class Chosen(NamedTuple):
@@ -92,14 +94,15 @@ def admit(
   remaining: jax.Array,
   sampling: Sampling,
   reports: jax.Array,
+  ignore_eos: jax.Array,
 ) -> tuple[Chosen, DecodeState]:
   """Chooses the first token of the slots `starting` [B] bool, which then are active; others stay as they are.
 
   Args:
     logits: [B, V] float32, after each prompt.
-    remaining, sampling, reports: [B] each, of the starting slots.
+    remaining, sampling, reports, ignore_eos: [B] each, of the starting slots.
   """
-  new = state._replace(remaining=remaining, sampling=sampling, reports=reports)
+  new = state._replace(remaining=remaining, sampling=sampling, reports=reports, ignore_eos=ignore_eos)
   state = jax.tree.map(
     lambda new, old: jnp.where(starting, new, old), new._replace(cache=()), state._replace(cache=())
   )._replace(cache=state.cache)
@@ -175,7 +178,7 @@ def _choose(
   left = state.remaining - rows
   ends = left <= 0
   for stop in stop_ids:
-    ends |= tokens == stop
+    ends |= (tokens == stop) & ~state.ignore_eos
   return chosen, state._replace(
     tokens=jnp.where(rows, chosen.tokens, state.tokens),
     active=jnp.where(rows, good & ~ends, state.active),

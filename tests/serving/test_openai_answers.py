@@ -96,6 +96,16 @@ def test_what_the_core_is_asked(live, core, tokenizer, says):
   asked = core.requests
   assert {(r.temperature, r.top_p, r.top_k, r.logprobs, r.max_tokens) for r in asked} == {(1.0, 1.0, 0, None, 16)}
   assert len({r.seed for r in asked}) == 8
+  assert not any(r.ignore_eos for r in (first, second, *asked))
+
+
+def test_text_after_an_end_token(live, core, tokenizer, says):
+  a, b = (tokenizer.encode(letter)[0] for letter in "AB")
+  core.script = lambda request: [Token(a), Token(tokenizer.eos_id), Token(b), Finish("length")]
+  answer = live.post("/v1/completions", PROMPT | {"ignore_eos": True, "max_tokens": 3}).json()
+  assert core.requests[-1].ignore_eos
+  assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("AB", "length")
+  assert answer["usage"]["completion_tokens"] == 3
 
 
 def test_several_prompts_in_text_and_ids(live, core, tokenizer, says):

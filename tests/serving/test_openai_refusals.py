@@ -99,12 +99,18 @@ def test_unsupported_fields_are_refused_by_name(live, core, field):
   assert core.requests == []
 
 
+def test_a_chat_ends_where_it_ends(live, core):
+  message = refused(live.post(CHATS, CHAT | {"ignore_eos": True}), 400, "ignore_eos", "unsupported_parameter")
+  assert "/v1/completions" in message
+  assert core.requests == []
+
+
 def test_values_that_ask_for_nothing_are_let_pass(live):
   nothing = {
     "tools": [], "tool_choice": "none", "parallel_tool_calls": None, "response_format": {"type": "text"},
     "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 2, "n": 2, "suffix": None,
     "store": False, "service_tier": "auto", "user": "u", "metadata": {"a": "b"}, "seed": None, "stop": None,
-    "temperature": None, "stream_options": None,
+    "temperature": None, "stream_options": None, "ignore_eos": False,
   }  # fmt: skip
   for path, body in ((CHATS, CHAT), (COMPLETIONS, PROMPT)):
     assert live.post(path, body | nothing).status_code == 200

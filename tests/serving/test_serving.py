@@ -110,6 +110,21 @@ def test_64_at_once_on_8_slots_get_the_same_some_cancelled_some_stopped_early(se
     assert got[0] == expected[0][:count]
 
 
+def test_ignore_eos_goes_on_where_others_end(served, alone):
+  core, tokenizer = served
+  prompts = [tokenizer.encode(f.prompt) for f in FACTS[:12]]
+
+  async def work():
+    # Beside some that end at the same tokens, and in slots that these leave.
+    asked = [answer(core, p, logprobs=3, ignore_eos=i % 3 == 0, max_tokens=16) for i, p in enumerate(prompts)]
+    return await asyncio.gather(*asked)
+
+  for i, (got, expected) in enumerate(zip(run(work()), alone, strict=False)):
+    assert len(expected[0]) < 16
+    assert got[0][: len(expected[0])] == expected[0]
+    assert (len(got[0]), got[1]) == ((16, Finish("length")) if i % 3 == 0 else (len(expected[0]), Finish("stop")))
+
+
 def test_a_slot_left_by_a_cancelled_neighbour_changes_nothing(served):
   core, tokenizer = served
   prompt = tokenizer.encode(FACTS[0].prompt)

@@ -156,7 +156,7 @@ class K3Engine(engine_api.Engine):
     self._prefill_returns_token = api == "0.3"
 
     cache, rows = cache_specs(engine.cfg), engine.row_spec
-    decode = DecodeState(cache, rows, rows, rows, Sampling(*(rows for _ in Sampling())), rows)
+    decode = DecodeState(cache, rows, rows, rows, Sampling(*(rows for _ in Sampling())), rows, rows)
     states = SlotStates(decode, rows, rows)
     self._copy = engine.program(partial(jax.tree.map, jnp.copy), (cache,), cache, donate=())
     self._insert = engine.program(

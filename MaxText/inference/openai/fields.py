@@ -28,6 +28,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
   "frequency_penalty": ((0,), "only 0"),
   "function_call": (("none",), "no tools"),
   "functions": (([],), "no tools"),
+  "ignore_eos": ((False,), "only where a text is continued, in /v1/completions"),
   "logit_bias": (({},), "only empty"),
   "min_p": ((0,), "only 0"),
   "modalities": ((["text"],), "text only"),
@@ -189,6 +190,9 @@ class CompletionRequest(_Request):
 
   prompt: Prompt
   logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Report each token with so many alternatives.")
+  ignore_eos: bool | None = Field(
+    None, description="Go on after an end token, for max_tokens in all. As vLLM takes it."
+  )
 
   @property
   def prompts(self) -> list[str] | list[list[int]]:

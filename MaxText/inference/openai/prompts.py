@@ -152,6 +152,7 @@ def _requests(
       cut_temperature=temperature,
       seed=seed,
       logprobs=logprobs,
+      ignore_eos=isinstance(body, CompletionRequest) and bool(body.ignore_eos),
       timeout=face.timeout,
       name=f"{name}/{first + i}",
     )

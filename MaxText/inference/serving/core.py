@@ -30,7 +30,7 @@ class Limits:
     vocab_size: ids of the model.
     max_prompt_length: tokens.
     max_length: tokens of prompt and answer together.
-    stop_ids: ids that end every sequence.
+    stop_ids: ids that end every sequence but those that ignore them.
     queue: requests that may wait for a slot.
   """
 
@@ -268,7 +268,7 @@ class ServingCore:
         ticket.tokens += 1
         self._tokens_out += 1
         ticket.first_token = ticket.first_token or time.monotonic()
-        if token in self._stop_ids or token in request.stop_ids:
+        if token in request.stop_ids or (token in self._stop_ids and not request.ignore_eos):
           finish = Finish("stop")
         elif ticket.tokens == request.max_tokens:
           finish = Finish("length")
@@ -281,7 +281,7 @@ class ServingCore:
 
 def _start(request: Request) -> Start:
   sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed, request.cut_temperature)
-  return Start(request.max_tokens, sampling, request.logprobs is not None)
+  return Start(request.max_tokens, sampling, request.logprobs is not None, request.ignore_eos)
 
 
 def _report(tickets: dict[int, Ticket]) -> bool:

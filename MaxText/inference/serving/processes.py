@@ -55,7 +55,7 @@ def follow(device: Device) -> None:
       case ["prefill", size, parts]:
         device.prefill(size, [Part(*part) for part in parts])
       case ["admit", starts, reports]:
-        device.admit({slot: Start(left, Sampling(*how), report) for slot, (left, how, report) in starts}, reports)
+        device.admit({slot: Start(left, Sampling(*how), *flags) for slot, (left, how, *flags) in starts}, reports)
       case ["generate", steps, stopped, reports]:
         device.generate(steps, stopped, reports)
       case ["stop"]:

@@ -41,6 +41,7 @@ class Request:
     seed: of this request's draws, 0 to 2^32 − 1. Equal requests with equal seeds get equal tokens, beside any others.
     logprobs: how many alternatives each token is reported with; None: no log-probabilities at all.
     stop_ids: ids that end the sequence, besides the engine's own. The token that stops is reported.
+    ignore_eos: the engine's own stop ids end it not: it goes on for max_tokens.
     timeout: seconds from `submit` after which it ends with reason "timeout"; None: no limit.
     name: what the log calls it.
   """
@@ -54,6 +55,7 @@ class Request:
   seed: int = 0
   logprobs: int | None = None
   stop_ids: frozenset[int] = frozenset()
+  ignore_eos: bool = False
   timeout: float | None = None
   name: str = ""
 
