@@ -223,7 +223,7 @@ class HfOutput:
 
   def _convert(self, shard: Shard, item: Item, descriptor: int) -> Iterator[Record]:
     if item.form == "block_fp8":
-      values, scales, method, exactness = to_block_fp8(self._reader, item.names, inputs_first=False)
+      values, scales, method, exactness = to_block_fp8(self._reader, item.names)
       arrays = (values, scales)
     else:
       value, method, exactness = to_float(self._reader.values(item.names), _BF16, len(item.names) == 2)

@@ -12,14 +12,11 @@ _LARGE = 2**20  # bytes of a matrix that XLA transposes: several times as fast, 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def to_block_fp8(
-  reader: Reader, names: tuple[str, ...], inputs_first: bool
-) -> tuple[np.ndarray, np.ndarray, str, Exactness]:
-  """A released matrix in block-FP8.
+def to_block_fp8(reader: Reader, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, str, Exactness]:
+  """A released matrix in block-FP8, in the release's orientation, [out, in].
 
   Args:
     names: of its tensors: one, or a packed pair.
-    inputs_first: see `block_fp8.from_mxfp4`.
 
   Returns:
     Values, scales, what was done, what was lost.
@@ -28,11 +25,11 @@ def to_block_fp8(
     UserError: a tensor that can't be read, or holds what can't be converted.
   """
   if len(names) == 2:
-    values, scales, exactness = block_fp8.from_mxfp4(*reader.packed(names), inputs_first=inputs_first)
+    values, scales, exactness = block_fp8.from_mxfp4(*reader.packed(names), inputs_first=False)
     return values, scales, pieces.POWER_OF_TWO, exactness
   matrix = reader.values(names)
   try:
-    values, scales, exactness = block_fp8.from_float(matrix, inputs_first=inputs_first)
+    values, scales, exactness = block_fp8.from_float(matrix, inputs_first=False)
   except ValueError as error:
     raise UserError(f"{names[0]} can't be put into block-FP8: {error}") from error
   return values, scales, pieces.ROUNDED, exactness

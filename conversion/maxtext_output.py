@@ -110,7 +110,7 @@ def convert(reader: Reader, stored: StoredWeight, prefix: str, rows: slice | Non
       ends = np.cumsum([-(-source.shape[0] // quantization.BLOCK) for source in weight.sources])
       scales = stored.stack.block_scales(np.split(scales.T, ends[:-1]), stored.runs)
       return Converted(values, scales, pieces.POWER_OF_TWO, exactness)
-    made = [to_block_fp8(reader, pair, inputs_first=False) for pair in names]
+    made = [to_block_fp8(reader, pair) for pair in names]
     values = weight.arrange(*(values for values, _, _, _ in made)).reshape(weight.shape)
     scales = stored.stack.block_scales([scales for _, scales, _, _ in made], stored.runs)
     methods = {method for _, _, method, _ in made}
