@@ -25,7 +25,9 @@ _TOP_CODE = 2  # exponent of E2M1's top binade: 4 and 6
 # A scale is at least float32's least normal number, as devices flush what is smaller. This costs no bit: E8M0 begins at
 # 2^−127, and values down to 2^−9 times the scale are exact.
 _LEAST = -126
-_NONE = 1000  # beyond every exponent: of groups, or bytes, that hold only zeros
+_NONE = 1000  # beyond every exponent: of bytes that hold only zeros
+_BIAS = np.int16(127)  # of E8M0
+_MAGNITUDES = np.uint8(0x77)  # a packed byte without its signs
 # The k for which all values m·2^k are normal numbers of e4m3, from ½·2^−5 to 6·2^6.
 _NORMAL = (-5, 6)
 _GROUPS = BLOCK // mxfp4.GROUP  # of one row in a block
@@ -135,22 +137,19 @@ def from_mxfp4(
   """
   _check(packed, scale)
   outputs, groups = scale.shape
-  exponents = scale.astype(np.int16) - np.int16(127)
-  block_exponents, spreads, normal = _blocks(packed, exponents)
-  fields = _fields(exponents, block_exponents)
+  block_exponents, spreads, normal, fields = _blocks(packed, scale)
   values = e4m3_bytes.encode(packed, fields, inputs_first)
   exactness = Exactness(elements=outputs * groups * mxfp4.GROUP, blocks=normal.size)
   if not normal.all():
     values = values.copy()
     by_output = values.T if inputs_first else values
     for i, j in np.argwhere(~normal):
-      rows, part = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * _GROUPS, (j + 1) * _GROUPS)
-      block, of_groups = packed.reshape(outputs, groups, _BYTES)[rows, part], exponents[rows, part]
+      codes, exponents = _block(packed, scale, i, j)
       if spreads[i, j] > EXACT_SPREAD:
-        block_exponents[i, j], lost = _wide(block, of_groups)
+        block_exponents[i, j], lost = _wide(codes, exponents)
         exactness += lost
-      pairs = np.take(_E4M3, _entries(block, of_groups, block_exponents[i, j])).view(np.uint8)
-      by_output[rows, j * BLOCK : (j + 1) * BLOCK] = pairs.reshape(len(block), -1)
+      pairs = np.take(_E4M3, _entries(codes, exponents, block_exponents[i, j])).view(np.uint8)
+      by_output[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK] = pairs.reshape(len(codes), -1)
   scales = np.ldexp(np.float32(1), block_exponents)
   return values.view(_FP8), np.ascontiguousarray(scales.T) if inputs_first else scales, exactness
 
@@ -242,43 +241,57 @@ def _check(packed: np.ndarray, scale: np.ndarray) -> None:
     )
 
 
-def _blocks(packed: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """What is to be known of blocks before they are encoded, each array [⌈out/128⌉, ⌈in/128⌉].
+def _block(packed: np.ndarray, scale: np.ndarray, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
+  """A block's packed bytes [≤ 128, ≤ 4, 16] and the exponents of its groups [≤ 128, ≤ 4], int16."""
+  rows, part = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * _GROUPS, (j + 1) * _GROUPS)
+  return packed.reshape(*scale.shape, _BYTES)[rows, part], scale[rows, part].astype(np.int16) - _BIAS
+
+
+def _blocks(packed: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """What is to be known of blocks before they are encoded.
+
+  Nearly always all of it follows from the scales, and from one group of each block that isn't zero.
 
   Args:
     packed: [out, in / 2] uint8.
-    exponents: [out, in / 32] int16, of the groups' scales.
+    scale: [out, in / 32] uint8.
 
   Returns:
-    The scales' exponents (int16), where spreads allow it; how far the exponents of the groups spread; whether all
-    results are normal numbers of e4m3.
+    Three arrays [⌈out/128⌉, ⌈in/128⌉]: the scales' exponents (int16), where spreads allow it; how far the exponents of
+    the groups spread, or more, where that makes no difference; whether all results are normal numbers of e4m3. And what
+    `e4m3_bytes.encode` wants of the groups of normal blocks, for others anything.
   """
-  outputs, groups = exponents.shape
-  words = np.ascontiguousarray(packed).view(np.uint64).reshape(outputs, groups, 2)
-  filled = (words[..., 0] | words[..., 1]) & np.uint64(0x7777777777777777) != 0  # all bits but the signs
+  outputs, groups = scale.shape
+  # Copies of the last row and column change no block's extremes.
+  padded = np.pad(scale, ((0, -outputs % BLOCK), (0, -groups % _GROUPS)), "edge")
+  columns = padded.shape[1]
+  padded = padded.reshape(-1, BLOCK, columns)
+  shape = (len(padded), columns // _GROUPS, _GROUPS)
+  highest, lowest = padded.max(axis=1).reshape(shape), padded.min(axis=1).reshape(shape)
+  largest, smallest = (a.astype(np.int16) - _BIAS for a in (highest.max(axis=-1), lowest.min(axis=-1)))
+  # Of each block a group with the largest scale: its column, then its row.
+  column = highest.argmax(axis=-1) + np.arange(0, columns, _GROUPS)
+  places = np.arange(0, padded.size, columns).reshape(-1, BLOCK, 1) + column[:, None]
+  row = np.take(padded, places).argmax(axis=1) + np.arange(0, len(padded) * BLOCK, BLOCK)[:, None]
+  tops = packed.reshape(outputs, groups, _BYTES)[row, column]
 
-  def of_blocks(function: np.ufunc, zeros: int) -> np.ndarray:
-    of_groups = np.where(filled, exponents, np.int16(zeros))
-    rows = function.reduceat(of_groups, np.arange(0, outputs, BLOCK), axis=0)
-    return function.reduceat(rows, np.arange(0, groups, _GROUPS), axis=1)
+  def results() -> tuple[np.ndarray, np.ndarray]:
+    exponents = np.maximum(largest + _TOP_CODE - _TOP, _LEAST)
+    least, most = _NORMAL
+    return exponents, (smallest - exponents >= least) & (largest - exponents <= most)
 
-  largest, smallest = of_blocks(np.maximum, -_NONE), of_blocks(np.minimum, _NONE)
-  block_exponents = np.maximum(largest + _TOP_CODE - _TOP, _LEAST)
-  zeros = largest == -_NONE
+  zeros = np.zeros(largest.shape, bool)
+  for i, j in np.argwhere(~((tops & _MAGNITUDES).any(axis=-1) & results()[1])):
+    codes, exponents = _block(packed, scale, i, j)
+    filled = exponents[(codes & _MAGNITUDES).any(axis=-1)]
+    zeros[i, j] = not filled.size
+    largest[i, j], smallest[i, j] = (filled.max(), filled.min()) if filled.size else (0, 0)
+  block_exponents, normal = results()
   block_exponents[zeros] = 0
-  least, most = _NORMAL
-  normal = zeros | (smallest - block_exponents >= least) & (largest - block_exponents <= most)
-  return block_exponents, largest - smallest, normal
-
-
-def _fields(exponents: np.ndarray, block_exponents: np.ndarray) -> np.ndarray:
-  """What a group's values have in the bits of e4m3's exponent, less E2M1's own: uint8 [out, in / 32].
-
-  E2M1's bias is 1 and e4m3's is 7, so this is k + 6 for m·2^k. Outside `_NORMAL` it is anything.
-  """
-  outputs, groups = exponents.shape
-  spread = np.repeat(np.repeat(block_exponents, BLOCK, axis=0)[:outputs], _GROUPS, axis=1)[:, :groups]
-  return (np.clip(exponents - spread, *_NORMAL) + 6 << 3).astype(np.uint8)
+  # E2M1's bias is 1 and e4m3's is 7, so m·2^k has E2M1's exponent and k + 6.
+  offsets = np.repeat((block_exponents + _BIAS - 6).astype(np.uint8), _GROUPS, axis=1)
+  fields = (padded - offsets[:, None]).reshape(-1, columns)[:outputs, :groups]
+  return block_exponents, largest - smallest, zeros | normal, fields
 
 
 def _entries(groups: np.ndarray, exponents: np.ndarray, scale_exponents: np.ndarray | int) -> np.ndarray:

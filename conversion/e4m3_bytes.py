@@ -21,7 +21,8 @@ def encode(packed: np.ndarray, fields: np.ndarray, inputs_first: bool) -> np.nda
 
   Args:
     packed: [out, in / 2] uint8, the first of two codes low.
-    fields: [out, in / 32] uint8: 8 · (k + 6) for a group whose values are m·2^k, so 8 to 96.
+    fields: [out, in / 32] uint8: k + 6 for a group whose values are m·2^k, so 1 to 12. Groups of zeros may have any; what
+      others make of another number, and their neighbours in a run of four outputs, isn't wanted.
     inputs_first: whether the result is [in, out], or else [out, in].
 
   Returns:
@@ -34,7 +35,7 @@ def encode(packed: np.ndarray, fields: np.ndarray, inputs_first: bool) -> np.nda
     if outputs % _WORD:
       packed, fields = (np.pad(a, ((0, -outputs % _WORD), (0, 0))) for a in (packed, fields))
     # Packed bytes are transposed: they are half as many as values.
-    words = _inputs_first(_turn(packed), np.ascontiguousarray(fields.T).view(np.uint32))
+    words = _inputs_first(packed.T, fields.T)
     values = np.asarray(words).view(np.uint8)
     return values if values.shape[1] == outputs else np.ascontiguousarray(values[:, :outputs])
 
@@ -42,7 +43,7 @@ def encode(packed: np.ndarray, fields: np.ndarray, inputs_first: bool) -> np.nda
 def turn(matrix: np.ndarray) -> np.ndarray:
   """The transpose, contiguous; read-only."""
   with _cpu():
-    return np.asarray(_turn(matrix))
+    return np.asarray(jnp.asarray(matrix.T))
 
 
 def _cpu() -> AbstractContextManager[None]:
@@ -69,21 +70,16 @@ def _e4m3(codes: jax.Array, fields: jax.Array) -> jax.Array:
     return ((magnitudes + each(0x80 - least) & each(0x80)) >> 7) * word(0xFF)
 
   magnitudes = codes & each(0x7)
-  numbers = (magnitudes << 2 & at_least(2)) + (fields & at_least(1))
+  numbers = (magnitudes << 2 & at_least(2)) + ((fields & at_least(1)) << 3)
   return (codes & each(0x8)) << 4 | numbers
 
 
 @jax.jit
-def _turn(matrix: jax.Array) -> jax.Array:
-  """A transpose by itself: XLA would make it a part of what follows, and read the matrix byte by byte."""
-  return matrix.T
-
-
-@jax.jit
 def _inputs_first(packed: jax.Array, fields: jax.Array) -> jax.Array:
-  """[in / 2, out] uint8 and [in / 32, out / 4] uint32 -> four e4m3 values in each word, uint32 [in, out / 4]."""
-  groups, words = fields.shape
+  """[in / 2, out] and [in / 32, out] uint8 -> four e4m3 values in each word, uint32 [in, out / 4]."""
+  groups, words = len(fields), fields.shape[1] // _WORD
   packed = jax.lax.bitcast_convert_type(packed.reshape(groups, _BYTES, words, _WORD), jnp.uint32)
+  fields = jax.lax.bitcast_convert_type(fields.reshape(groups, words, _WORD), jnp.uint32)
   values = jnp.stack([_e4m3(packed, fields[:, None]), _e4m3(packed >> 4, fields[:, None])], axis=2)
   return values.reshape(groups * mxfp4.GROUP, words)
 

@@ -135,6 +135,14 @@ def write_file(path: str, text: str) -> None:
   sync_directory(os.path.dirname(path))
 
 
+def write_back(descriptor: int, offset: int, nbytes: int) -> None:
+  """Has the system begin to write a part of a file to disk, so that fsync doesn't wait for all of it at the end.
+
+  Linux does so when it is told that cached pages aren't needed: those that have to be written first are.
+  """
+  os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
 def forget(descriptor: int) -> None:
   """Drops a synced file from the system's cache, whose memory the next file then takes: nobody reads it soon.
 

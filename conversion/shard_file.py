@@ -12,7 +12,7 @@ from typing import Self
 import google_crc32c
 import numpy as np
 
-from conversion.journal import forget, sync_directory
+from conversion.journal import forget, sync_directory, write_back
 
 UNFINISHED = ".__lock"  # TensorStore's own ending for a file that isn't whole yet
 
@@ -34,7 +34,9 @@ class ShardFile:
     content = part.reshape(-1).view(np.uint8)
     self._file.write(content)
     self._file.write(_checksum(content))
+    self._file.flush()
     size = content.nbytes + 4
+    write_back(self._file.fileno(), self._end, size)
     self._places += struct.pack("<QQ", self._end, size)
     self._end += size
 
