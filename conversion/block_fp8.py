@@ -1,8 +1,8 @@
 """MXFP4, and plain floats, into block-FP8: e4m3 values with one float32 scale for each 128×128 block, errors counted.
 
-A matrix comes in the release's orientation, [out, in], and leaves inputs first, as `quantization.BlockFP8` holds it, or
-in the release's own, which is the plain transpose of both arrays (`weight` and `weight_scale_inv` of the Hugging Face
-layout). Scales of MXFP4's blocks are powers of two, so a product value · scale is exact wherever float32 can hold it.
+A matrix comes in the release's orientation, [out, in], and leaves in it (`weight` and `weight_scale_inv` of the Hugging
+Face layout) or inputs first, as `quantization.BlockFP8` holds it, which is the plain transpose of both arrays. Scales of
+MXFP4's blocks are powers of two, so a product value · scale is exact wherever float32 can hold it.
 """
 
 import math
@@ -154,7 +154,7 @@ def from_mxfp4(
   return values.view(_FP8), np.ascontiguousarray(scales.T) if inputs_first else scales, exactness
 
 
-def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.ndarray, np.ndarray, Exactness]:
+def from_float(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, Exactness]:
   """A plain matrix in block-FP8 as `quantization.quantize_block_fp8` makes it: a block's largest magnitude is 448.
 
   A block whose scale would be under float32's least normal number (largest magnitude below 5.3e-36) becomes zeros,
@@ -162,10 +162,10 @@ def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.nda
 
   Args:
     matrix: [out, in] float32, bfloat16 or float16.
-    inputs_first: as `from_mxfp4`.
 
   Returns:
-    As `from_mxfp4`; errors are those of `decode`, in float32.
+    Values e4m3fn [out, in]; scales float32 [⌈out/128⌉, ⌈in/128⌉]; what was lost, errors being those of `decode`, in
+    float32.
 
   Raises:
     ValueError: another dtype or rank, nothing in it, or a value that isn't finite: says where.
@@ -197,8 +197,6 @@ def from_float(matrix: np.ndarray, *, inputs_first: bool = True) -> tuple[np.nda
       squared_error=float(np.square(errors).sum()),
       squared=float(np.square(source, dtype=np.float64).sum()),
     )
-  if inputs_first:
-    return e4m3_bytes.turn(values.view(np.uint8)).view(_FP8), np.ascontiguousarray(scales.T), exactness
   return values, scales, exactness
 
 

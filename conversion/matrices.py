@@ -29,7 +29,7 @@ def to_block_fp8(reader: Reader, names: tuple[str, ...]) -> tuple[np.ndarray, np
     return values, scales, pieces.POWER_OF_TWO, exactness
   matrix = reader.values(names)
   try:
-    values, scales, exactness = block_fp8.from_float(matrix, inputs_first=False)
+    values, scales, exactness = block_fp8.from_float(matrix)
   except ValueError as error:
     raise UserError(f"{names[0]} can't be put into block-FP8: {error}") from error
   return values, scales, pieces.ROUNDED, exactness

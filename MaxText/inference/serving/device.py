@@ -94,17 +94,17 @@ class Device:
     Returns:
       [B] …, on the host; without `reports` tokens alone.
     """
-    starting, reporting, endless = np.zeros((3, self.slots), bool)
+    starting, reporting, ignore_eos = np.zeros((3, self.slots), bool)
     remaining = np.zeros(self.slots, np.int32)
     rows = Sampling(
       *(np.full(self.slots, value, dtype) for value, dtype in zip(Sampling(), SAMPLING_DTYPES, strict=True))
     )
     for slot, start in starts.items():
       starting[slot], remaining[slot] = True, start.remaining
-      reporting[slot], endless[slot] = start.reports, start.ignore_eos
+      reporting[slot], ignore_eos[slot] = start.reports, start.ignore_eos
       for row, value in zip(rows, start.sampling, strict=True):
         row[slot] = value
-    chosen, self._state = self.engine.admit(self._state, self._logits, starting, remaining, rows, reporting, endless)
+    chosen, self._state = self.engine.admit(self._state, self._logits, starting, remaining, rows, reporting, ignore_eos)
     return _fetched(chosen, reports)
 
   def generate(self, steps: int, stopped: Collection[int], reports: bool) -> Chosen:
