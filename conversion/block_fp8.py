@@ -1,8 +1,8 @@
 """MXFP4, and plain floats, into block-FP8: e4m3 values with one float32 scale for each 128×128 block, errors counted.
 
 A matrix comes in the release's orientation, [out, in], and leaves in it (`weight` and `weight_scale_inv` of the Hugging
-Face layout) or inputs first, as `quantization.BlockFP8` holds it, which is the plain transpose of both arrays. Scales of
-MXFP4's blocks are powers of two, so a product value · scale is exact wherever float32 can hold it.
+Face layout) or inputs first, as `quantization.BlockFP8` holds it, which is the plain transpose of both arrays. Scales
+of MXFP4's blocks are powers of two, so a product value · scale is exact wherever float32 can hold it.
 """
 
 import math

@@ -21,8 +21,8 @@ def encode(packed: np.ndarray, fields: np.ndarray, inputs_first: bool) -> np.nda
 
   Args:
     packed: [out, in / 2] uint8, the first of two codes low.
-    fields: [out, in / 32] uint8: k + 6 for a group whose values are m·2^k, so 1 to 12. Groups of zeros may have any; what
-      other groups become by another number, and their neighbours in a run of four outputs, is of no use.
+    fields: [out, in / 32] uint8: k + 6 for a group whose values are m·2^k, so 1 to 12. Groups of zeros may have
+      any; what other groups become by another number, and their neighbours in a run of four outputs, is of no use.
     inputs_first: whether the result is [in, out], or else [out, in].
 
   Returns:
