@@ -119,13 +119,14 @@ def scaled_matmul(x: jax.Array, w: Quantized) -> jax.Array:
 def quantize_block_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """[I, O] float32 -> (values e4m3 [I, O], scales float32 [⌈I/128⌉, ⌈O/128⌉]): a block's largest magnitude is 448.
 
-  A block of zeros has scale 1. Blocks at the ends may be partial.
+  A block whose scale would be under float32's least normal number (largest magnitude below 5.3e-36) has scale 1, and so
+  zeros: devices flush such a scale to zero anyhow. Blocks at the ends may be partial.
   """
   inputs, outputs = matrix.shape
   padded = np.pad(matrix.astype(np.float32), ((0, -inputs % BLOCK), (0, -outputs % BLOCK)))
   blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-  largest = np.abs(blocks).max(axis=(1, 3))
-  scales = np.where(largest > 0, largest / _FP8_MAX, 1.0).astype(np.float32)
+  scales = np.abs(blocks).max(axis=(1, 3)) / np.float32(_FP8_MAX)
+  scales[scales < np.finfo(np.float32).tiny] = 1
   values = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:inputs, :outputs]
   return values.astype(_FP8), scales
 

@@ -19,7 +19,6 @@ BLOCK = quantization.BLOCK
 # bits. So m·2^k is exact when its lowest bit is ≥ 2^−9 (½·2^k: k ≥ −8) and m·2^k ≤ 448 (6·2^k: k ≤ 6): spread 14.
 EXACT_SPREAD = 14
 _FP8 = ml_dtypes.float8_e4m3fn
-_FP8_MAX = np.float32(ml_dtypes.finfo(_FP8).max)
 _TOP = 8  # exponent of e4m3's top binade, [256, 448]: E2M1's mantissas, 1 and 1.5, both fit there
 _TOP_CODE = 2  # exponent of E2M1's top binade: 4 and 6
 # A scale is at least float32's least normal number, as devices flush what is smaller. This costs no bit: E8M0 begins at
@@ -157,8 +156,7 @@ def from_mxfp4(
 def from_float(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, Exactness]:
   """A plain matrix in block-FP8 as `quantization.quantize_block_fp8` makes it: a block's largest magnitude is 448.
 
-  A block whose scale would be under float32's least normal number (largest magnitude below 5.3e-36) becomes zeros,
-  which are counted: devices flush such a scale to zero anyhow.
+  The zeros that blocks of very small values become there are counted as what they are, inexact.
 
   Args:
     matrix: [out, in] float32, bfloat16 or float16.
@@ -181,10 +179,8 @@ def from_float(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, Exactness]:
     if not np.isfinite(source).all():
       output, column = np.argwhere(~np.isfinite(source))[0]
       raise ValueError(f"the matrix holds {source[output, column]} at output {first + output}, input {column}")
-    largest = np.maximum.reduceat(np.abs(source).max(axis=0), starts)
-    lost = np.repeat(largest / _FP8_MAX < np.finfo(np.float32).tiny, BLOCK)[:inputs]
     # Blocks are squares, so the transpose of a matrix has the transposed values and scales.
-    made, of_blocks = quantization.quantize_block_fp8(source * np.where(lost, np.float32(0), np.float32(1)))
+    made, of_blocks = quantization.quantize_block_fp8(source)
     errors = np.abs(decode(made, of_blocks).astype(np.float64) - source)
     inexact = np.logical_or.reduceat(errors.any(axis=0), starts)
     relative = np.divide(errors, np.abs(source), out=np.zeros_like(errors), where=errors > 0)

@@ -50,9 +50,11 @@ def test_block_fp8_keeps_three_bits_of_mantissa_and_uses_its_whole_range():
   assert largest[:128, :128].max() == largest[256:, 128:].max() == 448
 
 
-def test_a_block_of_zeros_stays_zero():
-  values, scales = quantize_block_fp8(np.zeros((128, 256), np.float32))
-  assert not values.astype(np.float32).any()
+@pytest.mark.parametrize("largest", [0, 1e-45, 1e-40, 5.2e-36])
+def test_a_block_without_a_normal_scale_is_zero(largest):
+  """448 · 2^−126 is 5.27e-36; the least float32 divided by 448 is 0."""
+  values, scales = quantize_block_fp8(np.full((128, 256), -largest, np.float32))
+  assert np.all(values.astype(np.float32) == 0)
   assert np.all(scales == 1)
 
 
