@@ -52,7 +52,8 @@ def weights(cfg: ModelConfig) -> dict[str, Weight]:
       ("embed", "heads"),
       tuple(Source(f"{n}_proj", (h * k, d)) for n in "qkv"),
       fan_in(d),
-      assemble=lambda *qkv: np.stack([x.T.reshape(-1, h, k) for x in qkv], axis=2).reshape(-1, h * 3 * k),
+      # Whole rows are moved, and the transpose is a view: as values it would be copied one by one.
+      assemble=lambda *qkv: np.stack([x.reshape(h, k, -1) for x in qkv], axis=1).reshape(h * 3 * k, -1).T,
       disassemble=lambda w: tuple(w.reshape(d, h, 3, k)[:, :, i].reshape(d, h * k).T for i in range(3)),
       kind="dense",
     ),

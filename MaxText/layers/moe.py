@@ -67,7 +67,7 @@ def expert_weights(cfg: ModelConfig) -> dict[str, Weight]:
       (None, None),
       (Source("w1", (f, latent), packed=True), Source("w3", (f, latent), packed=True)),
       fan_in(latent),
-      assemble=lambda w1, w3: np.concatenate([w1.T, w3.T], axis=1),
+      assemble=lambda w1, w3: np.concatenate([w1, w3]).T,
       disassemble=lambda wi: (wi[:, :f].T, wi[:, f:].T),
       kind="expert",
     ),
