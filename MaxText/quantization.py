@@ -125,7 +125,7 @@ def quantize_block_fp8(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   inputs, outputs = matrix.shape
   padded = np.pad(matrix.astype(np.float32), ((0, -inputs % BLOCK), (0, -outputs % BLOCK)))
   blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-  scales = np.abs(blocks).max(axis=(1, 3)) / np.float32(_FP8_MAX)
+  scales = np.abs(blocks).max(axis=(1, 3)) / _FP8_MAX
   scales[scales < np.finfo(np.float32).tiny] = 1
   values = (blocks / scales[:, None, :, None]).reshape(padded.shape)[:inputs, :outputs]
   return values.astype(_FP8), scales

@@ -62,9 +62,7 @@ def main() -> None:
   cores = len(os.sched_getaffinity(0))
   run(pairs[:2], 1, 1)
   # A pair of figures each: torch's threads, matrices at a time.
-  ways = sorted({(1, 1), (cores, 1), (1, cores)})
-  fastest = {way: min(run(pairs, *way) for _ in range(2)) for way in ways}
-  way = min(ways, key=lambda way: fastest[way])
+  way = min({(1, 1), (cores, 1), (1, cores)}, key=lambda way: min(run(pairs, *way) for _ in range(2)))
   rounds = [run(pairs, *way) for _ in range(repeats)]
   print(
     json.dumps(

@@ -34,14 +34,14 @@ def encode(packed: np.ndarray, fields: np.ndarray, inputs_first: bool) -> np.nda
       return np.asarray(_outputs_first(packed, fields)).view(np.uint8)
     if outputs % _WORD:
       packed, fields = (np.pad(a, ((0, -outputs % _WORD), (0, 0))) for a in (packed, fields))
-    # Packed bytes are transposed: they are half as many as values.
+    # Packed bytes are transposed, half as many as values, and by JAX as it takes them: it copies tile by tile.
     words = _inputs_first(packed.T, fields.T)
     values = np.asarray(words).view(np.uint8)
     return values if values.shape[1] == outputs else np.ascontiguousarray(values[:, :outputs])
 
 
 def turn(matrix: np.ndarray) -> np.ndarray:
-  """The transpose, contiguous; read-only."""
+  """The transpose, contiguous; read-only. JAX copies tile by tile, several times as fast as NumPy."""
   with _cpu():
     return np.asarray(jnp.asarray(matrix.T))
 

@@ -20,7 +20,7 @@ import numpy as np
 from conversion import pieces
 from conversion.block_fp8 import BLOCK, Exactness
 from conversion.headers import Tensor
-from conversion.journal import Record, forget, sync_directory, write_back, write_file
+from conversion.journal import Record, forget, sync_directory, write_file
 from conversion.matrices import to_block_fp8, to_float
 from conversion.pieces import Limit, Piece
 from conversion.source import Reader, header_size, names_of
@@ -310,4 +310,4 @@ def _write(descriptor: int, content: np.ndarray, offset: int) -> None:
   while view:
     count = os.pwrite(descriptor, view, end)
     view, end = view[count:], end + count
-  write_back(descriptor, offset, end - offset)
+  forget(descriptor, offset, end - offset)  # so its writing begins

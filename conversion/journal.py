@@ -135,21 +135,14 @@ def write_file(path: str, text: str) -> None:
   sync_directory(os.path.dirname(path))
 
 
-def write_back(descriptor: int, offset: int, nbytes: int) -> None:
-  """Has the system begin to write a part of a file to disk, so that fsync doesn't wait for all of it at the end.
+def forget(descriptor: int, offset: int = 0, nbytes: int = 0) -> None:
+  """Tells the system that a file, or a part of it, isn't needed in its cache: nobody reads it soon.
 
-  Linux does so when it is told that cached pages aren't needed: those that have to be written first are.
+  What is on disk is dropped, and the next file takes its memory: filling a cache with terabytes costs more than the
+  copy itself, above all in virtual machines, which have to be given each page that they never had. What isn't on disk,
+  Linux begins to write, so that a later fsync waits for little.
   """
   os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def forget(descriptor: int) -> None:
-  """Drops a synced file from the system's cache, whose memory the next file then takes: nobody reads it soon.
-
-  Filling a cache with terabytes costs more than the copy itself, above all in virtual machines, which have to be given
-  each page that they never had.
-  """
-  os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_directory(path: str) -> None:

@@ -8,7 +8,6 @@ from conversion.block_fp8 import Exactness
 from conversion.source import Reader
 from MaxText.errors import UserError
 
-_LARGE = 2**20  # bytes of a matrix that XLA transposes: several times as fast, but a program must be compiled first
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -61,7 +60,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def contiguous(array: np.ndarray) -> np.ndarray:
   """The same values in the order of their indices, copied where they lie otherwise."""
-  if array.ndim == 2 and array.T.flags.c_contiguous and array.nbytes >= _LARGE:
+  if array.ndim == 2 and array.T.flags.c_contiguous:
     return e4m3_bytes.turn(bits(array.T)).view(array.dtype)
   return np.ascontiguousarray(bits(array)).view(array.dtype)
 

@@ -12,7 +12,7 @@ from typing import Self
 import google_crc32c
 import numpy as np
 
-from conversion.journal import forget, sync_directory, write_back
+from conversion.journal import forget, sync_directory
 
 UNFINISHED = ".__lock"  # TensorStore's own ending for a file that isn't whole yet
 
@@ -36,7 +36,7 @@ class ShardFile:
     self._file.write(_checksum(content))
     self._file.flush()
     size = content.nbytes + 4
-    write_back(self._file.fileno(), self._end, size)
+    forget(self._file.fileno(), self._end, size)  # so its writing begins
     self._places += struct.pack("<QQ", self._end, size)
     self._end += size
 
